@@ -78,6 +78,11 @@ def _key(asked: str, text: str, calls: Sequence[tuple[str, Any]]) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+def without_billing(text: str) -> str:
+    """`text` of a system prompt without the billing header."""
+    return _BILLING.sub("", text)
+
+
 def without_changing_lines(
     messages: Sequence[Mapping[str, Any]],
 ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:

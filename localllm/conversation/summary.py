@@ -20,20 +20,22 @@ _MAX_ARGUMENT_CHARS = 80
 _MAX_QUESTIONS = 64
 _MAX_QUESTION_CHARS = 16_000
 _CUT = "[…]"
-_TASK = """\
+_STOP = """\
 Stop here. Your context is full, so this conversation is replaced by a summary that you write now. \
-Do not call tools and do not go on with the work.
+Do not call tools and do not go on with the work."""
+_CONTENT = """\
 Write first the lasting facts, one in each line that begins with "- ": what the user wants and \
 decided, names, numbers, paths and errors that matter later. Write then what is done, and what the \
 next step is. Leave out everything that can be read again from a file or a tool."""
 _WANTED = "Keep in any case: "
 _KNOWN = "These facts are kept already, so do not repeat them:"
+_GO_ON = "[Go on with the newest of the user's messages]"
 
 
-def task(wanted: str = "", facts: Sequence[str] = ()) -> str:
+def task(wanted: str = "", facts: Sequence[str] = (), content: str = "") -> str:
     """The request for a summary. `wanted`: what the user wants to keep. `facts`: those that are
-    kept already."""
-    parts = [_TASK]
+    kept already. `content`: a program's own description of the summary."""
+    parts = [_STOP, content.strip() or _CONTENT]
     if wanted.strip():
         parts.append(f"{_WANTED}{wanted.strip()}")
     if facts:
@@ -58,9 +60,9 @@ class Summary:
     uncounted: int = 0
     facts: tuple[str, ...] = ()
 
-    def message(self, sent: Collection[str] = ()) -> str:
+    def message(self, sent: Collection[str] = (), *, goes_on: bool = False) -> str:
         """The message that replaces the conversation. `sent`: messages of the user that the client
-        still sends, which are not repeated."""
+        still sends, which are not repeated. `goes_on`: the answer follows at once."""
         parts = [f"[Earlier messages were replaced by this summary]\n{self.text.strip()}"]
         if self.facts:
             parts.append("\n".join(["[Lasting facts]", *(f"- {fact}" for fact in self.facts)]))
@@ -73,6 +75,8 @@ class Summary:
             if self.uncounted:
                 lines.append(f"and {self.uncounted} earlier calls")
             parts.append("\n".join(lines))
+        if goes_on:
+            parts.append(_GO_ON)
         return "\n\n".join(parts)
 
     def as_json(self) -> str:

@@ -37,9 +37,11 @@ from localllm.server.generation.job import (
     Reply,
     ReplyUsage,
     ReplyWriter,
+    empty_reply,
 )
 from localllm.server.generation.pdf_reading import PdfReader
 from localllm.server.generation.sound_reading import Hearing, SoundReader
+from localllm.server.generation.summarising import Summarising, answer_to_summary
 from localllm.server.http.accounts import Accounts, PerCaller, caller, salt_of
 from localllm.server.http.asgi import (
     IGNORED,
@@ -338,40 +340,28 @@ class Server:
         progress: PrefillProgress,
         begin: Callable[[GenerationJob], ReplyWriter],
     ) -> tuple[GenerationJob, Reply]:
-        background = self.agents.is_background(translated.task)
-        with self.serving(model, translated.keep_s), self.agents.running(translated.task):
+        task = translated.task
+        background = self.agents.is_background(task)
+        with self.serving(model, translated.keep_s), self.agents.running(task):
+
+            async def prepared(engine: EngineClient) -> GenerationJob:
+                job = await self.job(task, model, engine)
+                if isinstance(task, ChatRequest) and task.summary is not None:
+                    job = await self._summarised(task, job, model, engine, background=background)
+                return with_priority(job, background=background)
+
             engine = await model.engine()
             try:
-                job = await self.job(translated.task, model, engine)
+                job = await prepared(engine)
             except WorkerDiedError:
                 engine = await model.engine()
-                job = await self.job(translated.task, model, engine)
-            job = with_priority(job, background=background)
+                job = await prepared(engine)
             writer = begin(job)
-            account = caller()
-            salt = salt_of(job.generation.salt)
-            generation = replace(job.generation, tenant=account.name, salt=salt)
-            job = replace(job, generation=model.adapters_for(generation))
-            unknown = unknown_adapters(engine.info, job.generation.adapters)
-            if unknown:
-                hint = "GET /lora-adapters lists the adapters of a model"
-                raise RequestError(f"lora: {unknown}", hint=hint, param="lora")
-            usage: ReplyUsage | None = None
-            try:
-                try:
-                    reply = await run(engine, job, writer, progress)
-                except WorkerDiedError:
-                    # A reply that has begun cannot be started again.
-                    if progress.written or job.answer.prefix or job.choices > 1:
-                        raise
-                    reply = await run(await model.engine(), job, writer, progress)
-                usage = reply.usage
-                self.totals.add(usage, reply.timings)
-                self._log_figures(model, usage, reply.timings)
-            finally:
-                # For a cancelled or failed reply, the tokens counted so far are charged.
-                usage = usage or ReplyUsage(progress.done, progress.written, progress.cached)
-                account.charge(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+            if job.pauses:
+                reply = empty_reply()
+                writer.end(reply)
+                return job, reply
+            reply = await self._run(model, engine, job, writer, progress)
             if job.asked is not None:
                 cache = self.reasoning.current()
                 for choice in reply.choices:
@@ -380,6 +370,61 @@ class Server:
                     if job.hides_reasoning:
                         choice.thoughts.clear()
             return job, reply
+
+    async def _summarised(
+        self,
+        task: ChatRequest,
+        job: GenerationJob,
+        model: ServedModel,
+        engine: EngineClient,
+        *,
+        background: bool,
+    ) -> GenerationJob:
+        """Return `job`, or the job after a summary of its conversation."""
+        assert task.summary is not None
+        make_job = partial(self.job, model=model, engine=engine)
+
+        async def write(summary: GenerationJob) -> Reply:
+            waiting = with_priority(summary, background=background)
+            return await self._run(model, engine, waiting, ReplyWriter(), PrefillProgress())
+
+        summarising = Summarising(task, engine, make_job, task.summary.asks)
+        return await answer_to_summary(task.summary, job, summarising, write)
+
+    async def _run(
+        self,
+        model: ServedModel,
+        engine: EngineClient,
+        job: GenerationJob,
+        writer: ReplyWriter,
+        progress: PrefillProgress,
+    ) -> Reply:
+        """Run `job` for the caller, and charge the caller for its tokens."""
+        account = caller()
+        salt = salt_of(job.generation.salt)
+        generation = replace(job.generation, tenant=account.name, salt=salt)
+        job = replace(job, generation=model.adapters_for(generation))
+        unknown = unknown_adapters(engine.info, job.generation.adapters)
+        if unknown:
+            hint = "GET /lora-adapters lists the adapters of a model"
+            raise RequestError(f"lora: {unknown}", hint=hint, param="lora")
+        usage: ReplyUsage | None = None
+        try:
+            try:
+                reply = await run(engine, job, writer, progress)
+            except WorkerDiedError:
+                # A reply that has begun cannot be started again.
+                if progress.written or job.answer.prefix or job.choices > 1:
+                    raise
+                reply = await run(await model.engine(), job, writer, progress)
+            usage = reply.usage
+            self.totals.add(usage, reply.timings)
+            self._log_figures(model, usage, reply.timings)
+            return reply
+        finally:
+            # For a cancelled or failed reply, the tokens counted so far are charged.
+            usage = usage or ReplyUsage(progress.done, progress.written, progress.cached)
+            account.charge(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
 
 
 async def _enforceable(

@@ -167,6 +167,10 @@ EDITS = [
         "type": "clear_tool_uses_20250919", "trigger": USES, "keep": USES, "exclude_tools": ["a"],
         "clear_at_least": {"type": "input_tokens", "value": 9}, "clear_tool_inputs": ["b"],
     },
+    {
+        "type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 90_000},
+        "pause_after_compaction": True, "instructions": "Write numbers only.",
+    },
 ]  # fmt: skip
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -262,8 +266,10 @@ SAYS_NOTHING = {
     "output_config.format.name", "output_format.name",
     # a file that is sent whole needs no address
     "file_id", "file_url",
-    # edits of a conversation without calls; the others are in test_context_management.py
+    # edits of a short conversation without calls; the others are in test_context_management.py and
+    # test_anthropic_compaction.py
     "keep.value", "trigger.value", "clear_at_least.value", "exclude_tools", "clear_tool_inputs",
+    "pause_after_compaction", "instructions",
     # strict: what can be held is
     "strict",
     # every level of a summary is the whole reasoning

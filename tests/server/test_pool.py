@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from localllm.server.proxy.pool import (
     PoolNode,
     by_preference,
     conversation_key,
+    session_key,
     system_key,
 )
 from localllm_backends.contract import LoadSpec
@@ -44,9 +45,14 @@ class Front:
         self.url, self.front = url, front
         self.http = httpx.Client(base_url=url, trust_env=False, timeout=900)
 
-    def ask(self, messages: list[dict[str, Any]], **more: Any) -> httpx.Response:
+    def ask(
+        self,
+        messages: list[dict[str, Any]],
+        headers: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> httpx.Response:
         body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 12, **more}
-        return self.http.post("/v1/chat/completions", json=body)
+        return self.http.post("/v1/chat/completions", json=body, headers=headers)
 
 
 @contextmanager
@@ -227,6 +233,74 @@ def test_turns_of_every_dialect_belong_together() -> None:
     assert conversation_key({"prompt": list(range(300))}) is not None
     assert conversation_key({"model": "m", "input": ["embed", "these"]}) is None
     assert conversation_key({}) is None
+
+
+def marked(text: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text, **more}
+
+
+def test_what_a_client_moves_with_each_turn_moves_no_conversation() -> None:
+    """Claude Code marks the newest message for caching, and counts its requests in the system
+    prompt."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+
+    def turn(count: int, first: dict[str, Any], *later: dict[str, Any]) -> dict[str, Any]:
+        billed = marked(f"x-anthropic-billing-header: cc_version=2; cch={count};\nBe brief.")
+        messages = [{"role": "user", "content": [first]}, *later]
+        return {"model": "m", "system": [billed], "messages": messages}
+
+    first = turn(1, marked("a", **cached))
+    second = turn(2, marked("a"), {"role": "assistant", "content": "b"}, user("c"))
+    assert conversation_key(first) == conversation_key(second)
+    assert system_key(first) == system_key(second)
+    assert session_key("s", first) == session_key("s", second)
+    other = turn(1, marked("another", **cached))
+    assert conversation_key(first) != conversation_key(other)
+
+
+@pytest.mark.parametrize("header", ["x-claude-code-session-id", "session-id", "session_id"])
+def test_siblings_of_one_parent_go_to_one_server(header: str) -> None:
+    helper = {"role": "system", "content": "You search files. " * 12}
+    with scripted(3) as (front, _, _):
+
+        def places(session: str, system: dict[str, Any]) -> set[str]:
+            headers = {header: session} if session else None
+            talks = [[system, user(f"search {i}")] for i in range(8)]
+            answers = [front.ask(talk, headers) for talk in talks]
+            assert {answer.status_code for answer in answers} == {200}
+            return {answer.headers["x-localllm-ran-on"] for answer in answers}
+
+        assert len(places("", helper)) == 3
+        of_sessions = [places(f"session {i}", helper) for i in range(8)]
+        assert [len(found) for found in of_sessions] == [1] * 8
+        assert len(set.union(*of_sessions)) > 1, "sessions are spread"
+        of_parents = [places(f"session {i}", SYSTEM) for i in range(8)]
+        assert of_parents != of_sessions, "another system prompt has nothing in common"
+
+
+def test_a_sibling_without_a_system_prompt_stays_with_its_conversation() -> None:
+    turns = {"messages": [user("a"), {"role": "assistant", "content": "b"}, user("c")]}
+    assert session_key("s", turns) is None
+    assert session_key("", {"messages": [SYSTEM, user("a")]}) is None
+    tools = {"messages": [SYSTEM, user("a")], "tools": [{"name": "read"}]}
+    assert session_key("s", tools) == session_key("s", {"messages": [SYSTEM, user("b")]})
+
+
+def test_siblings_read_their_prefix_once(tiny_model: Path) -> None:
+    helper = {"role": "system", "content": "You search files. " * 30}
+    options = WorkerOptions(LoadSpec(path=str(tiny_model), n_ctx=2048, n_seq_max=4))
+    with ExitStack() as stack:
+        models = [ServedModel("tiny", Supervisor(options)) for _ in range(2)]
+        urls = [begun(stack, model).url for model in models]
+        front = stack.enter_context(pooled(*urls))
+        cached = []
+        for i in range(6):
+            talk = [helper, user(f"search {i}")]
+            usage = front.ask(talk, {"session-id": "one"}).json()["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        whole = usage["prompt_tokens"]
+    assert cached[0] == 0
+    assert min(cached[1:]) > 0.8 * whole
 
 
 def test_a_stored_response_is_found_wherever_it_lies() -> None:

@@ -16,6 +16,7 @@ from localllm.conversation.context_edits import ContextEdit
 from localllm.conversation.images import prepare_media
 from localllm.conversation.prefix_reuse import ReasoningCache, without_changing_lines
 from localllm.conversation.repeated_calls import RepeatedCall, repeated_call
+from localllm.conversation.summary import Summary
 from localllm.conversation.template import ChatTemplate, TemplateError
 from localllm.conversation.tools.prompt import Choice
 from localllm.engine.messages import Generation
@@ -193,10 +194,25 @@ def _keeps_reasoning(template: ChatTemplate) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class SummaryEdit:
+    """The model summarises the conversation before its answer, if the prompt has more than
+    `above_tokens`.
+
+    `asks`: the text that asks for the summary. `pauses`: there is no answer then. `earlier`: the
+    summary in the first message, None without one."""
+
+    above_tokens: int
+    asks: str
+    pauses: bool = False
+    earlier: Summary | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A conversation and how to answer it. `messages` come from `conversation.messages.normalise`.
     `compaction`: the oldest turns may be left out if the conversation does not fit. `edits` leave out
-    old results and reasoning. `omitted` names attachments that could not be read."""
+    old results and reasoning, and `summary` the rest. `omitted` names attachments that could not be
+    read."""
 
     messages: Sequence[Mapping[str, Any]]
     generation: Generation
@@ -204,6 +220,7 @@ class ChatRequest:
     n: int = 1
     compaction: bool = False
     edits: tuple[ContextEdit, ...] | None = None
+    summary: SummaryEdit | None = None
     omitted: tuple[str, ...] = ()
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 from localllm.conversation.context_edits import AppliedEdit
 from localllm.conversation.repeated_calls import RepeatedCall
 from localllm.conversation.reply import ReplyFormat
+from localllm.conversation.summary import Summary
 from localllm.conversation.tools.base import GrammarTrigger
 from localllm.engine.messages import Generation, SharedPrefix, Timings, TokenLogprob, Usage
 from localllm.server.http.asgi import header_text, new_id
@@ -46,6 +47,33 @@ class AnswerPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplyUsage(Usage):
+    """The engine's counts, and the number of reasoning tokens in the completion."""
+
+    reasoning_tokens: int = 0
+
+    @property
+    def cache_note(self) -> str:
+        """Prefix cache hits, the reason for misses, and the server that read the rest, as one line of ASCII that fits into a
+        header."""
+        note = f"{self.cached_tokens}/{self.prompt_tokens} tokens"
+        if self.cache_miss:
+            note += f"; {self.cache_miss}"
+        if self.fetched_tokens:
+            note += f"; {self.fetched_tokens} tokens were read by {self.fetched_from}"
+        return "".join(c if " " <= c <= "~" else "?" for c in note)[:_MAX_NOTE_CHARS]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenSummary:
+    """A summary that the model wrote before an answer, and what it cost. `summary` is None if the
+    model wrote no text."""
+
+    summary: Summary | None
+    usage: ReplyUsage
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationJob:
     """A job of `n` choices for `prompt`, and for each prompt in `also` (text or token ids). It does
     not depend on the dialect.
@@ -57,6 +85,7 @@ class GenerationJob:
     - `repeated`: a call that the newest rounds of the conversation repeat.
     - `applied`: the context edits that changed the conversation. `original_tokens`: the prompt's
       tokens before them, if the client sent edits.
+    - `summary`: it replaced the conversation. `pauses`: the reply ends after it, without an answer.
     - `asked`: the turn to answer, if its reasoning goes to the reasoning cache.
     - `hides_reasoning`: the reasoning goes only to that cache.
     - `reports_tokens`: the writer gets the ids of all tokens.
@@ -75,6 +104,8 @@ class GenerationJob:
     repeated: RepeatedCall | None = None
     applied: tuple[AppliedEdit, ...] = ()
     original_tokens: int = 0
+    summary: WrittenSummary | None = None
+    pauses: bool = False
     asked: str | None = None
     hides_reasoning: bool = False
     reports_tokens: bool = False
@@ -94,24 +125,6 @@ class GenerationJob:
         if self.repeated is not None:
             notes.append(header_text(f"identical calls {self.repeated}"))
         return notes
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyUsage(Usage):
-    """The engine's counts, and the number of reasoning tokens in the completion."""
-
-    reasoning_tokens: int = 0
-
-    @property
-    def cache_note(self) -> str:
-        """Prefix cache hits, the reason for misses, and the server that read the rest, as one line of ASCII that fits into a
-        header."""
-        note = f"{self.cached_tokens}/{self.prompt_tokens} tokens"
-        if self.cache_miss:
-            note += f"; {self.cache_miss}"
-        if self.fetched_tokens:
-            note += f"; {self.fetched_tokens} tokens were read by {self.fetched_from}"
-        return "".join(c if " " <= c <= "~" else "?" for c in note)[:_MAX_NOTE_CHARS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,3 +248,10 @@ class Reply:
     choices: list[CollectedChoice]
     usage: ReplyUsage
     timings: Timings
+
+
+def empty_reply() -> Reply:
+    """A reply without an answer."""
+    choice = CollectedChoice()
+    choice.outcome = Outcome("stop", ReplyUsage(), Timings())
+    return Reply([choice], ReplyUsage(), Timings())

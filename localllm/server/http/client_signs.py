@@ -24,15 +24,20 @@ _BACKGROUND: Mapping[str, tuple[str, ...]] = {
     "x-openai-subagent": ("memory_consolidation",),
     "x-openai-memgen-request": ("true",),
 }
+# Headers with the id of a session. The requests of an agent and of its subagents have the same id.
+# Sources: Claude Code, Codex and the earlier name of Codex's header.
+_SESSION = ("x-claude-code-session-id", "session-id", "session_id")
+_MAX_SESSION_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSigns:
     """`program`: the first product in User-Agent, or "" if it names no program. `background`: a
-    header names a purpose for which no user waits."""
+    header names a purpose for which no user waits. `session`: the id of the session, or ""."""
 
     program: str = ""
     background: bool = False
+    session: str = ""
 
 
 def signs_of(headers: Mapping[str, str]) -> ClientSigns:
@@ -42,7 +47,9 @@ def signs_of(headers: Mapping[str, str]) -> ClientSigns:
     if program.lower() in _LIBRARIES:
         program = ""
     named = (headers.get(name, "").lower() in values for name, values in _BACKGROUND.items())
-    return ClientSigns(program, any(named))
+    sessions = (headers.get(name, "") for name in _SESSION)
+    session = next(filter(None, sessions), "")[:_MAX_SESSION_CHARS]
+    return ClientSigns(program, any(named), session)
 
 
 _NONE = ClientSigns()

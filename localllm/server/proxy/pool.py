@@ -5,6 +5,9 @@ the beginning of the conversation (rendezvous hashing). If that server is crowde
 choice is the server of the system prompt and tools, which many conversations have in common. The
 chosen server copies the KV of that part from there (`kv_holders`), so a pool reads it once.
 
+Subagents of one session have different conversations, but the same system prompt. If the client sends
+the id of its session, all requests with one system prompt go to one server.
+
 There is no state, so a restarted or a second front makes the same choice. Other requests go to the
 server with the fewest running requests. If a server can't serve a request, the next one gets it,
 unless part of an answer was already sent.
@@ -23,14 +26,17 @@ from itertools import takewhile
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localllm.conversation.prefix_reuse import without_billing
 from localllm.errors import BusyError, RequestError
 from localllm.server.http.accounts import Accounts, caller, used_lines
 from localllm.server.http.asgi import Receive, Scope, Send
+from localllm.server.http.client_signs import signs_of
 from localllm.server.http.gate import SecurityGate
-from localllm.server.http.json_body import read_body
+from localllm.server.http.json_body import process_body, read_body
 from localllm.server.http.kv_servers import MOST_SERVERS
 from localllm.server.http.prometheus import CONTENT_TYPE, labels, metric
 from localllm.server.http.settings import ServerSettings
@@ -83,12 +89,37 @@ def conversation_key(body: Mapping[str, Any]) -> bytes | None:
         head = sent[: next(said, 0) + 1]
     elif isinstance(sent, list) and "prompt" not in body:
         return None  # texts for embeddings
-    return json.dumps([body.get("model"), head]).encode()
+    return _key(body.get("model"), head)
 
 
 def system_key(body: Mapping[str, Any]) -> bytes | None:
     """The part that different conversations have in common, in any dialect: model, system prompt
     and tools. None without both."""
+    system = _system_prompt(body)
+    tools = body.get("tools")
+    if not any(system) and not tools:
+        return None
+    return _key(body.get("model"), *system, tools)
+
+
+def session_key(session: str, body: Mapping[str, Any]) -> bytes | None:
+    """The part that a session's conversations have in common: its id, model and system prompt.
+
+    Tools are not part of it, because clients add some during a conversation. None without an id or
+    a system prompt.
+    """
+    system = _system_prompt(body)
+    if not session or not any(system):
+        return None
+    return _key(session, body.get("model"), *system)
+
+
+def _keys(session: str, body: Mapping[str, Any]) -> tuple[bytes | None, bytes | None]:
+    """Return the key of a request's place, and that of its system part."""
+    return session_key(session, body) or conversation_key(body), system_key(body)
+
+
+def _system_prompt(body: Mapping[str, Any]) -> list[Any]:
     messages = body.get("messages") or body.get("input")
     head = []
     if isinstance(messages, list):
@@ -96,10 +127,22 @@ def system_key(body: Mapping[str, Any]) -> bytes | None:
             if not isinstance(message, dict) or message.get("role") not in _SYSTEM_ROLES:
                 break
             head.append(message)
-    parts = [body.get(name) for name in ("system", "instructions", "tools")]
-    if not head and not any(parts):
-        return None
-    return json.dumps([body.get("model"), *parts, head]).encode()
+    return [body.get("system"), body.get("instructions"), head]
+
+
+def _key(*parts: Any) -> bytes:
+    return json.dumps([_lasting(part) for part in parts]).encode()
+
+
+def _lasting(part: Any) -> Any:
+    """Return `part` without marks that clients move or change with each turn."""
+    if isinstance(part, str):
+        return without_billing(part)
+    if isinstance(part, list):
+        return [_lasting(one) for one in part]
+    if isinstance(part, dict):
+        return {name: _lasting(one) for name, one in part.items() if name != "cache_control"}
+    return part
 
 
 def by_preference(
@@ -192,8 +235,8 @@ class PoolFront:
         stored = _STORED_PATH.match(scope["path"]) is not None
         if scope["method"] == "POST":
             raw, body = await read_body(Request(scope, receive), self._settings)
-            key = conversation_key(body)
-            system = system_key(body)
+            session = signs_of(Headers(scope=scope)).session
+            key, system = await process_body(partial(_keys, session, body))
             meter = meter_for(scope["path"], body)
             stored = stored or bool(body.get("previous_response_id"))
         refused: tuple[int, ...] = _REFUSED

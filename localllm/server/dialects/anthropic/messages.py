@@ -12,7 +12,7 @@ from localllm.conversation.messages import flatten, normalise
 from localllm.conversation.tools.prompt import checked
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.anthropic.client_tools import function_of, is_client_tool
-from localllm.server.dialects.anthropic.context_management import ContextManagement
+from localllm.server.dialects.anthropic.context_management import ContextManagement, continued
 from localllm.server.dialects.constraints import Constraint, of_response_format, only_one
 from localllm.server.dialects.fields import Count, SentTools, StopText, stop_texts
 from localllm.server.dialects.known import (
@@ -36,7 +36,7 @@ from localllm.server.models.router import ServedModel
 # Every prompt is cached, with or without `cache_control`.
 _BLOCK: dict[str, Any] = shape(
     "type", "text", "id", "name", "input", "tool_use_id", "is_error", "thinking", "signature",
-    "data", "tool_name", "title",
+    "data", "tool_name", "title", "encrypted_content",
     cache_control=CACHE_CONTROL,
     source=shape(
         "data", "media_type", "url", "file_id",
@@ -102,7 +102,7 @@ class MessagesFields(ReasonedFields):
         "speed": indifferent("standard", "fast"),
     }
     context_management: ContextManagement | None = Field(
-        None, description="`edits` that leave out old tool results and old reasoning"
+        None, description="`edits` that leave out old results and reasoning, or compact"
     )
     messages: list[dict[str, Any]]
     max_tokens: Count | None = None
@@ -154,7 +154,8 @@ def chat_request(fields: MessagesFields, model: ServedModel) -> tuple[ChatReques
         # One block per paragraph. So the agent's own instructions stay separate from its later
         # additions.
         messages.append({"role": "system", "content": flatten(fields.system, "system")})
-    for i, message in enumerate(fields.messages):
+    conversation = continued(fields.messages)
+    for i, message in enumerate(conversation.messages, conversation.left_out):
         messages += plain_messages(message, f"messages[{i}]", omitted)
     if not fields.messages:
         raise RequestError("messages is empty: send at least one", param="messages")
@@ -178,7 +179,11 @@ def chat_request(fields: MessagesFields, model: ServedModel) -> tuple[ChatReques
     if managed is not None:
         omitted += managed.unknown()
         edits = [edit.edit() for edit in managed.edits]
-        chat = replace(chat, edits=tuple(edit for edit in edits if edit is not None))
+        chat = replace(
+            chat,
+            edits=tuple(edit for edit in edits if edit is not None),
+            summary=managed.summary(conversation.earlier),
+        )
     return chat, [*toolbox.skipped, *dict.fromkeys(omitted)]
 
 
@@ -257,7 +262,7 @@ def _readable(block: Any, where: str) -> list[Any]:
         case "search_result":
             return _titled(block, block.get("content"))
         case "compaction":
-            return _text(block.get("content") or "")
+            return []  # without content
         case "tool_reference":
             return _text(f"The tool {block.get('tool_name')} can be called now.")
     known = (

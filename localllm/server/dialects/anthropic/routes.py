@@ -9,13 +9,12 @@ from typing import Any
 from localllm.engine.messages import TokenLogprob
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.anthropic import messages
-from localllm.server.dialects.anthropic.context_management import applied_body
+from localllm.server.dialects.anthropic.context_management import applied_body, compaction_block
 from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.route import COUNT, Route, mount, mount_prompt
 from localllm.server.dialects.wire import EVENT_STREAM, arguments_object, quote
 from localllm.server.generation.job import (
     GenerationJob,
-    Outcome,
     PrefillProgress,
     Reply,
     ReplyUsage,
@@ -44,12 +43,14 @@ class MessageEvents(ReplyWriter):
         outbox: Outbox,
         model: ServedModel,
         progress: PrefillProgress,
+        job: GenerationJob,
         managed: Mapping[str, Any],
     ) -> None:
         self._outbox = outbox
         self._managed = managed
         self._model = model
         self._progress = progress
+        self._job = job
         self._block = -1
         self._kind = ""  # kind of the open block
 
@@ -73,15 +74,26 @@ class MessageEvents(ReplyWriter):
     def end(self, reply: Reply) -> None:
         self._begin()
         self._close()
-        delta = _end_of(reply.choices[0].outcome, self._model.served_n_ctx)
-        ended = {"delta": delta, "usage": usage_body(reply.usage), **self._managed}
+        usage = usage_body(reply.usage) | _iterations(self._job, reply.usage, self._model)
+        ended = {"delta": _end_of(reply, self._job, self._model), "usage": usage, **self._managed}
         self._send("message_delta", json.dumps(ended)[1:-1])
         self._send("message_stop", "")
 
     def _begin(self) -> None:
-        if self._block < 0:
-            size = ReplyUsage(self._progress.total, 0, self._progress.cached)
-            self._send("message_start", f'"message":{json.dumps(_message(self._model, size))}')
+        if self._block >= 0:
+            return
+        size = ReplyUsage(self._progress.total, 0, self._progress.cached)
+        self._send("message_start", f'"message":{json.dumps(_message(self._model, size))}')
+        if self._job.summary is not None:
+            self._block = 0
+            self._compaction(compaction_block(self._job.summary))
+
+    def _compaction(self, block: Mapping[str, Any]) -> None:
+        """Send a block in one piece, as Anthropic does. Its fields are null at the start."""
+        empty = dict.fromkeys(block) | {"type": block["type"]}
+        self._send("content_block_start", f'"index":0,"content_block":{json.dumps(empty)}')
+        self._delta(json.dumps({**block, "type": "compaction_delta"}))
+        self._send("content_block_stop", '"index":0')
 
     def _open(self, kind: str, body: str) -> None:
         if kind == self._kind:
@@ -117,10 +129,12 @@ def frame_error(error: LocalLLMError) -> bytes:
     return b"event: error\ndata: " + json.dumps(anthropic_envelope(error)).encode() + b"\n\n"
 
 
-def message(reply: Reply, model: ServedModel) -> dict[str, Any]:
+def message(reply: Reply, job: GenerationJob, model: ServedModel) -> dict[str, Any]:
     """Return a complete answer."""
     choice = reply.choices[0]
     content: list[dict[str, Any]] = []
+    if job.summary is not None:
+        content.append(compaction_block(job.summary))
     if choice.reasoning:
         content.append({"type": "thinking", "thinking": choice.reasoning, "signature": "localllm"})
     if choice.text:
@@ -128,8 +142,9 @@ def message(reply: Reply, model: ServedModel) -> dict[str, Any]:
     for call in choice.calls:
         made = {"name": call.name, "input": arguments_object(call.arguments)}
         content.append({"type": "tool_use", "id": new_id("toolu_"), **made})
-    ended = _end_of(choice.outcome, model.served_n_ctx)
-    return {**_message(model, reply.usage), "content": content, **ended}
+    made = {**_message(model, reply.usage), "content": content, **_end_of(reply, job, model)}
+    made["usage"] |= _iterations(job, reply.usage, model)
+    return made
 
 
 def _message(model: ServedModel, usage: ReplyUsage) -> dict[str, Any]:
@@ -146,18 +161,33 @@ def _message(model: ServedModel, usage: ReplyUsage) -> dict[str, Any]:
     }
 
 
-def _end_of(outcome: Outcome, n_ctx: int | None) -> dict[str, str | None]:
+def _end_of(reply: Reply, job: GenerationJob, model: ServedModel) -> dict[str, str | None]:
     """Return the stop reason and the stop sequence. A full context has its own reason, because a
     higher token limit would not help."""
+    outcome = reply.choices[0].outcome
+    n_ctx = model.served_n_ctx
     used = outcome.usage.prompt_tokens + outcome.usage.completion_tokens
     reason = _STOP_REASONS[outcome.reason]
     sequence = None
-    if outcome.stop is not None and outcome.reason == "stop":
+    if job.pauses:
+        reason = "compaction"
+    elif outcome.stop is not None and outcome.reason == "stop":
         reason = "stop_sequence"
         sequence = outcome.stop
     elif outcome.reason == "length" and n_ctx is not None and used >= n_ctx:
         reason = "model_context_window_exceeded"
     return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _iterations(job: GenerationJob, usage: ReplyUsage, model: ServedModel) -> dict[str, Any]:
+    """Return the usage of the summary and of the answer apart, if there is a summary. Anthropic's
+    totals leave the summary out."""
+    if job.summary is None:
+        return {}
+    made = [{"type": "compaction", **usage_body(job.summary.usage)}]
+    if not job.pauses:
+        made.append({"type": "message", "model": model.name, **usage_body(usage)})
+    return {"iterations": made}
 
 
 def usage_body(usage: ReplyUsage) -> dict[str, Any]:
@@ -183,10 +213,10 @@ def translate(fields: messages.MessagesFields, model: ServedModel) -> Translated
         return {"context_management": applied_body(job.applied)}
 
     def body(reply: Reply, job: GenerationJob) -> dict[str, Any]:
-        return {**message(reply, model), **managed(job)}
+        return {**message(reply, job, model), **managed(job)}
 
     def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> ReplyWriter:
-        return MessageEvents(outbox, model, progress, managed(job))
+        return MessageEvents(outbox, model, progress, job, managed(job))
 
     return TranslatedRequest(chat, body, writer, tuple(skipped))
 

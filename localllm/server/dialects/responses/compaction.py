@@ -9,31 +9,27 @@ of the summary begins like that of the last answer and comes from the cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from localllm.conversation import context_edits
 from localllm.conversation.messages import flatten
-from localllm.conversation.summary import Summary, left_of, task, written
-from localllm.conversation.tools.prompt import Choice
+from localllm.conversation.summary import Summary, written
 from localllm.engine.messages import TokenLogprob
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError
 from localllm.server.dialects.responses.events import ResponseEvents
 from localllm.server.dialects.responses.items import COMPACTIONS, TRIGGER, messages_of
 from localllm.server.dialects.wire import comment
-from localllm.server.generation.chat import ChatRequest, count_tokens
-from localllm.server.generation.generate import begun_prompt
+from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import GenerationJob, Reply
+from localllm.server.generation.summarising import Receipt, Summarising
 from localllm.server.http.accounts import caller
 from localllm.server.http.asgi import new_id
 from localllm.server.models.router import ServedModel
 from localllm.server.sealed_text import seal, unseal
 from localllm.server.serving import Server
 
-# The summary has at most this share of the context, and the user's messages in it as well.
-_SUMMARY_SHARE = 4
-_CHARS_PER_TOKEN = 2
 # Roles of the messages before a compaction item that are still part of the conversation.
 _STAYING = ("system", "developer", "user")
 
@@ -99,27 +95,6 @@ def _text(message: Mapping[str, Any]) -> str:
     return flatten(message.get("content"), "input", omitted=[])
 
 
-@dataclass(slots=True)
-class Receipt:
-    """What a compaction costs and saves. `before_tokens` and `after_tokens`: the conversation before
-    and after it; the latter without the model's text. `left`: the summary without that text."""
-
-    messages: int = 0
-    before_tokens: int = 0
-    after_tokens: int = 0
-    left: Summary = field(init=False)
-
-    def text(self, reply: Reply) -> str:
-        """Return the receipt as one line."""
-        usage = reply.usage
-        after = self.after_tokens + usage.completion_tokens - usage.reasoning_tokens
-        return (
-            f"{self.messages} messages, {self.before_tokens - after} tokens; cost "
-            f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), "
-            f"{usage.completion_tokens} output tokens"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Compaction:
     """The compaction of a conversation. `chat` asks for its next answer."""
@@ -131,58 +106,14 @@ class Compaction:
     receipt: Receipt
 
     async def job(self, engine: EngineClient) -> GenerationJob:
-        """Return the job that writes the summary. If the conversation leaves no room for it, tool
-        results are left out, the oldest first, and then the oldest turns. Raises RequestError."""
-        share = engine.info.n_ctx // _SUMMARY_SHARE
-        asked = self._asked(share)
-        limit = engine.info.n_ctx - (asked.generation.max_tokens or share)
-        job, size = await self._sized(asked, engine)
-        keep = context_edits.tool_uses(asked.messages)
-        while size > limit and keep:
-            keep //= 2
-            shorter, _ = context_edits.clear_tool_results(asked.messages, keep)
-            job, size = await self._sized(replace(asked, messages=shorter), engine)
-        if size > limit:
-            shorter, _ = context_edits.clear_tool_results(asked.messages, 0)
-            shortened = replace(asked, messages=shorter, compaction=True)
-            job, _ = await self._sized(shortened, engine)
-        await self._fill_receipt(engine)
-        return job
-
-    def _asked(self, share: int) -> ChatRequest:
-        """Return the request for a summary of at most `share` tokens."""
-        chat = self.chat
-        sent = chat.generation
-        limits = [tokens for tokens in (sent.max_tokens, share) if tokens]
-        thinking = sent.thinking_tokens if sent.thinking_tokens is not None else share // 2
-        generation = replace(
-            sent, max_tokens=min(limits), thinking_tokens=thinking, stop=(), min_tokens=0
-        )
-        options = replace(chat.options, choice=Choice("none"), shows_tools=True, grammar=None)
-        messages = [*chat.messages, {"role": "user", "content": task()}]
-        return replace(chat, messages=messages, options=options, generation=generation)
-
-    async def _sized(self, chat: ChatRequest, engine: EngineClient) -> tuple[GenerationJob, int]:
-        """Return the job of `chat`, and the number of its prompt's tokens."""
-        job = await self.server.job(chat, self.model, engine)
-        assert isinstance(job.prompt, str)
-        text = begun_prompt(job.prompt, job.answer)
-        return job, await count_tokens(engine, text, job.media, add_bos=job.add_bos)
-
-    async def _fill_receipt(self, engine: EngineClient) -> None:
+        """Return the job that writes the summary, and fill the receipt. Raises RequestError."""
+        make_job = partial(self.server.job, model=self.model, engine=engine)
+        summarising = Summarising(self.chat, engine, make_job)
+        job = await summarising.job()
         said = messages_of(self.conversation.own, [])
         texts = [{**message, "content": _text(message)} for message in said]
-        budget_chars = engine.info.n_ctx * _CHARS_PER_TOKEN // _SUMMARY_SHARE
-        left = left_of(texts, self.conversation.earlier, budget_chars)
-        options = replace(self.chat.options, grammar=None)
-        shown = replace(self.chat, options=options)
-        head = [message for message in self.chat.messages if message["role"] == "system"]
-        after = [*head, {"role": "user", "content": left.message()}]
-        receipt = self.receipt
-        receipt.left = left
-        receipt.messages = len(self.chat.messages) - len(head)
-        receipt.before_tokens = (await self._sized(shown, engine))[1]
-        receipt.after_tokens = (await self._sized(replace(shown, messages=after), engine))[1]
+        await summarising.fill(self.receipt, texts, self.conversation.earlier)
+        return job
 
     def item(self, reply: Reply) -> dict[str, Any]:
         """Return the compaction item. Raises NoSummaryError."""

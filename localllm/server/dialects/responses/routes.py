@@ -18,7 +18,6 @@ from localllm.server.dialects.responses import items
 from localllm.server.dialects.responses.compaction import (
     Compaction,
     CompactionEvents,
-    Receipt,
     compacted_body,
     expanded,
     is_triggered,
@@ -29,6 +28,7 @@ from localllm.server.dialects.toolbox import Toolbox
 from localllm.server.dialects.wire import EVENTS, PageFields, page
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import GenerationJob, PrefillProgress, Reply, ReplyWriter
+from localllm.server.generation.summarising import Receipt
 from localllm.server.http.accounts import PerCaller
 from localllm.server.http.streaming import Outbox, StreamGoneError
 from localllm.server.models.router import ServedModel
