@@ -9,7 +9,8 @@ of `localllm serve`. Other commands list the settings that they take
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from localllm_records import dataclass
 
 Value = str | int | float | bool | tuple[str, ...] | None
 

@@ -6,8 +6,9 @@ neither.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import Any, Literal, TypeVar
+
+from localllm_records import dataclass
 
 T = TypeVar("T")
 Better = Literal["more", "less"]

@@ -10,11 +10,12 @@ import base64
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from localllm.conversation import sounds
 from localllm.errors import RequestError, UnsupportedError
+from localllm_records import dataclass
 
 KINDS = ("image_url", "image", "input_image")
 _DATA = "data:"

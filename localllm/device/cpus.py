@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 from localllm.device.ram import NO_RAM, StatedRam
 from localllm.device.types import Figure
+from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from localllm.engine import EngineSettings
 from localllm.engine.adapters import AdapterTurns, unknown_adapters
@@ -47,6 +47,7 @@ from localllm_backends.contract import (
     NoCellsError,
     StepResult,
 )
+from localllm_records import dataclass
 
 # Interval in seconds to look for new messages, while all requests wait for a grammar, an image or
 # the disk.

@@ -4,7 +4,6 @@ the rules that end an answer."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
 
 from localllm.engine.media import MediaSteps
@@ -25,6 +24,7 @@ from localllm_backends.contract import (
     SampleSpec,
     StepResult,
 )
+from localllm_records import dataclass
 
 
 @dataclass

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
+
+from localllm_records import dataclass
 
 Fits = Literal["yes", "tight", "split", "no"]
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from localllm_records import dataclass
 
 Parts = tuple[float, ...]
 """Seconds of one decode step by cause: weights from memory; what every layer costs anyway;

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -47,6 +47,7 @@ from localllm.planner.types import (
     backend_of,
 )
 from localllm_catalog.types import Model, Variant
+from localllm_records import dataclass
 
 # Prompts longer than this get a prefill speed of their own for the time to the first token. The
 # published prefill figure is for at most this length.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from localllm.formatting import span
 from localllm.planner.types import Plan, Workload
 from localllm_catalog.types import Model, Purpose
+from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

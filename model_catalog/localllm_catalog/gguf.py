@@ -14,7 +14,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from types import MappingProxyType
 
@@ -22,6 +22,7 @@ from localllm_catalog.byte_sources import ByteSource, FileSource, OpenSource
 from localllm_catalog.errors import BadHeaderError, PartialFileError
 from localllm_catalog.names import split_parts
 from localllm_catalog.quants import GGUF_TYPE_BY_ID, REMOVED_TYPE_IDS, tensor_bytes
+from localllm_records import dataclass
 
 # Real headers have 2-20 MB (a tokenizer of 262,144 tokens with merges), about 60 keys, and up to
 # 2,000 tensors.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Literal
 
 from localllm_catalog.names import FOLDER_FORMATS, Format
+from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm_catalog.layers.mixer import Mixer

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from localllm_records import dataclass
 
 _CHANNEL_BITS = 64
 # A memory controller with its own name in firmware ("Controller0-ChannelA": Intel since Alder Lake)

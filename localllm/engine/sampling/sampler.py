@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from localllm.engine.sampling.penalties import Penalties, TokenBytes
 from localllm.engine.sampling.rejection import Distribution, rejection_sample
 from localllm.engine.sampling.row import GreatestLogits, Row, base_of, block_sums, buffer, weigh
 from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec
+from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

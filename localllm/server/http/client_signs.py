@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+
+from localllm_records import dataclass
 
 _PRODUCT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # Products of HTTP libraries: two such requests may come from different programs.

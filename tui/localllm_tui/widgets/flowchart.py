@@ -6,8 +6,9 @@ import html
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from localllm_records import dataclass
 from localllm_tui.control.terminal import printable
 
 _MOST_NODES = 60
