@@ -6,12 +6,13 @@ A missing or damaged file reads as empty. Writes are atomic, and only the owner 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from localllm import paths
+from localllm import __version__, paths
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -83,3 +84,20 @@ def keep(path: Path, value: Any) -> None:
     """Write `value`, but ignore disk errors, because the value can be computed again."""
     with suppress(OSError):
         write(path, value)
+
+
+def derived(path: Path, sources: Iterable[Path], make: Callable[[], Any]) -> Any:
+    """Return the JSON value that `make` computes from the files `sources`, kept in the file `path`.
+
+    It is computed again if path, size or time of a source has changed, or the program's version.
+    Code that computes it is a source too.
+    """
+    stamp: list[Any] = [__version__]
+    for file in sources:
+        found = file.stat()
+        stamp.append([str(file), found.st_size, found.st_mtime_ns])
+    kept = read(path)
+    if kept.get("stamp") != stamp or "value" not in kept:
+        kept = {"stamp": stamp, "value": make()}
+        keep(path, kept)
+    return kept["value"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -63,3 +64,58 @@ def test_a_disk_that_refuses_is_ignored_where_the_file_can_be_made_again(tmp_pat
     json_store.keep(blocked / "figures.json", {})
     with pytest.raises((FileExistsError, NotADirectoryError)):
         json_store.write(blocked / "figures.json", {})
+
+
+@pytest.fixture
+def derive(tmp_path: Path) -> Callable[[], list[str]]:
+    """The lines of a file, by a kept value. Each reading of the file adds one to the last line."""
+    source = tmp_path / "source"
+    source.write_text("a\nb")
+    readings: list[str] = []
+
+    def lines() -> list[str]:
+        readings.append("read")
+        return [*source.read_text().splitlines(), str(len(readings))]
+
+    def kept() -> list[str]:
+        found: list[str] = json_store.derived(tmp_path / "cache" / "kept.json", [source], lines)
+        return found
+
+    return kept
+
+
+def test_a_derived_value_is_computed_once(derive: Callable[[], list[str]]) -> None:
+    assert derive() == derive() == ["a", "b", "1"]
+
+
+def test_a_derived_value_follows_its_source(
+    derive: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    derive()
+    (tmp_path / "source").write_text("c")
+    assert derive() == ["c", "2"]
+
+
+def test_a_derived_value_is_of_this_version(
+    derive: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    derive()
+    monkeypatch.setattr(json_store, "__version__", "another")
+    assert derive() == ["a", "b", "2"]
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"stamp": 1}', "null"])
+def test_a_damaged_derived_value_is_computed_again(
+    derive: Callable[[], list[str]], tmp_path: Path, damage: str
+) -> None:
+    derive()
+    (tmp_path / "cache" / "kept.json").write_text(damage)
+    assert derive() == ["a", "b", "2"]
+
+
+def test_a_derived_value_needs_no_place_to_keep_it(
+    derive: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    assert derive() == ["a", "b", "1"]
+    assert derive() == ["a", "b", "2"]

@@ -14,6 +14,7 @@ from functools import cache
 from itertools import chain, combinations
 from pathlib import Path
 
+from localllm import json_store, paths
 from localllm.device import name_parser, parts_table
 from localllm.device.name_parser import FORMS, SUFFIXES, Typed
 from localllm.device.parts_table import DeviceRow
@@ -23,16 +24,27 @@ _NICKNAMES_FILE = Path(__file__).with_name("nicknames.toml")
 
 @cache
 def _index() -> dict[frozenset[str], tuple[DeviceRow, ...]]:
-    """Rows indexed by the set of words that name them, without memory sizes and core counts."""
-    index: dict[frozenset[str], list[DeviceRow]] = {}
-    for row in parts_table.rows():
+    """Rows indexed by the set of words that name them, without memory sizes and core counts.
+
+    The words are kept in the cache folder, because reading 1,300 names takes longer than a plan.
+    """
+    rows = parts_table.rows()
+    sources = [parts_table.FILE, Path(__file__), Path(name_parser.__file__)]
+    kept = json_store.derived(paths.cache_dir() / "device-words.json", sources, _names)
+    return {frozenset(words): tuple(rows[at] for at in places) for words, places in kept}
+
+
+def _names() -> list[tuple[list[str], list[int]]]:
+    """Return the words of each name, and the places of the rows that it names."""
+    names: dict[frozenset[str], list[int]] = {}
+    for at, row in enumerate(parts_table.rows()):
         if row.kind == "system":
             continue
         for alias in _aliases(row):
             words = frozenset(name_parser.read(alias).words)
-            if words and row not in index.setdefault(words, []):
-                index[words].append(row)
-    return {words: tuple(found) for words, found in index.items()}
+            if words and at not in names.setdefault(words, []):
+                names[words].append(at)
+    return [(sorted(words), places) for words, places in names.items()]
 
 
 def _aliases(row: DeviceRow) -> list[str]:

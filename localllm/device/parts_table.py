@@ -6,14 +6,16 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
+from localllm import json_store, paths
 from localllm.device.ram import NO_RAM, StatedRam
 from localllm.device.types import GIB, Accelerator, Basis, DeviceKind, Figure
+from localllm_records import dataclass
 
 # Words that drivers, shops or people add to a part's name or leave out.
 _NOISE = re.compile(
@@ -70,28 +72,20 @@ class DeviceRow:
         return Figure(self.bandwidth_gbps or 0.0, self.bandwidth_basis, self.source)
 
 
-_HEAD = "[[device]]\n"
+FILE = Path(__file__).with_name("devices.toml")
 
 
 @cache
 def rows() -> tuple[DeviceRow, ...]:
-    return tuple(_row(entry) for entry in tomllib.loads(_text())["device"])
+    """Return all rows in file order. Their parsed form is kept in the cache folder, because parsing
+    takes 50 ms."""
+    entries = json_store.derived(paths.cache_dir() / "devices.json", [FILE], _entries)
+    return tuple(map(_row, entries))
 
 
-@cache
-def _with_cpu() -> tuple[DeviceRow, ...]:
-    """Return the rows that name processors, in file order.
-
-    They are a tenth of the table and take a tenth of the time to parse.
-    """
-    wanted = [part for part in _text().split(_HEAD)[1:] if "\ncpu = " in part]
-    text = "".join(_HEAD + part for part in wanted)
-    return tuple(map(_row, tomllib.loads(text)["device"]))
-
-
-@cache
-def _text() -> str:
-    return Path(__file__).with_name("devices.toml").read_text(encoding="utf-8")
+def _entries() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = tomllib.loads(FILE.read_text(encoding="utf-8"))["device"]
+    return found
 
 
 def _row(entry: dict[str, Any]) -> DeviceRow:
@@ -227,7 +221,7 @@ def by_cpu(cpu: str) -> DeviceRow | None:
     """
     wanted = " ".join(cpu.lower().split())
     found: list[tuple[int, DeviceRow]] = []
-    for row in _with_cpu():
+    for row in rows():
         found += [(len(part), row) for part in row.cpu if _cpu_part(part, wanted)]
     if not found:
         return None

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from localllm import json_store, paths
 from localllm.errors import CatalogFileError, ModelFileError
 from localllm.library import names
 from localllm_catalog.errors import CatalogError
+from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm.library.types import LocalModel
@@ -74,14 +74,8 @@ def _shipped() -> Documents:
     """
     from localllm_catalog import catalog
 
-    files = [(file, file.stat()) for file in catalog.shipped_files()]
-    stamp = [[str(file), found.st_size, found.st_mtime_ns] for file, found in files]
     path = paths.cache_dir() / "catalog.json"
-    kept = json_store.read(path)
-    if kept.get("stamp") != stamp:
-        kept = {"stamp": stamp, "documents": catalog.shipped()}
-        json_store.keep(path, kept)
-    documents: Documents = kept["documents"]
+    documents: Documents = json_store.derived(path, catalog.shipped_files(), catalog.shipped)
     return documents
 
 

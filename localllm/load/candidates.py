@@ -22,13 +22,14 @@ def device_named(name: str | None, memory: float | None, bandwidth: float | None
 
     Raises DeviceNotFoundError.
     """
-    from localllm.device.detect import detect
-    from localllm.device.name_lookup import resolve
-    from localllm.device.overrides import overridden
-
     if name is not None:
+        from localllm.device.name_lookup import resolve
+
         named = resolve(name, memory_gb=memory, bandwidth_gbps=bandwidth)
         return _with_build_of_setup(named)
+    from localllm.device.detect import detect
+    from localllm.device.overrides import overridden
+
     return overridden(detect(), memory_gb=memory, bandwidth_gbps=bandwidth)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 from localllm import paths
@@ -11,11 +11,12 @@ from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.embedding import EmbeddingOptions
 from localllm.library.types import LocalModel
 from localllm.load.drafters_and_projector import ChosenDrafter, MediaProjector
-from localllm.load.plan_inputs import offload_options
+from localllm.load.offload import offload_options
 from localllm.memory.system import SystemMemory
 from localllm.planner.types import DraftChoice, Plan, RunSettings
 from localllm.settings import Settings
 from localllm_backends.contract import KvType, LoadSpec, LoraAdapter
+from localllm_records import dataclass
 
 # Context in tokens if it was neither planned nor chosen and other machines hold layers too.
 _UNPLANNED_CONTEXT = 8192

@@ -13,8 +13,8 @@ from localllm.cli.all_commands import app
 from localllm.device.name_lookup import resolve
 from localllm.errors import UsageError
 from localllm.load.load_plan import load_plan_named
+from localllm.load.offload import check_offload, offload_options
 from localllm.load.options import load_spec, run_settings
-from localllm.load.plan_inputs import check_offload, offload_options
 from localllm.planner.placement_search import OffloadOptions
 from localllm.settings import Settings
 from localllm_backends.placement import Placement

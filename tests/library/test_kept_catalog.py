@@ -60,7 +60,7 @@ def test_a_damaged_cache_is_made_anew(
     kept.write_text(damage)
     assert load_catalog().models
     assert parses() == 1
-    assert "qwen3.toml" in json.loads(kept.read_text())["documents"]
+    assert "qwen3.toml" in json.loads(kept.read_text())["value"]
 
 
 def test_without_a_place_to_keep_it_the_parse_is_used_as_it_is(

@@ -20,6 +20,8 @@ from localllm_catalog.types import Purpose
 
 if TYPE_CHECKING:
     from localllm.planner.types import Workload
+    from localllm_catalog.catalog import Catalog
+    from localllm_catalog.types import Model
 
 _PURPOSES = ("chat", "coding", "agents", "autocomplete", "long")
 # Settings for the placement of a model's layers.
@@ -183,7 +185,6 @@ def recommend(
     one answer print a list.
     """
     from localllm.device.overrides import with_memory
-    from localllm.library.describe import describe
     from localllm.planner.types import Workload
 
     workload = Workload(_purpose(purpose), context, parallel=parallel, min_decode_tok_s=min_speed)
@@ -207,7 +208,7 @@ def recommend(
     catalog = load_catalog()
     if model is not None and at:
         machines_reaching(
-            describe(model, catalog, offline=no_network), workload, at, as_json=as_json
+            _described(model, catalog, offline=no_network), workload, at, as_json=as_json
         )
         return
     machine = with_memory(
@@ -216,7 +217,7 @@ def recommend(
         vram_headroom_gb=vram_headroom,
         headroom_gb=headroom,
     )
-    from localllm.load.plan_inputs import check_offload, offload_options
+    from localllm.load.offload import check_offload, offload_options
 
     placed = check_offload(offload_options(settings), machine)
     overrides = replace(overrides_for(machine, catalog), offload=placed, sees=sees, hears=hears)
@@ -231,9 +232,16 @@ def recommend(
         query.side_by_side(names)
         return
     if model is not None:
-        query.for_model(*describe(model, catalog, offline=no_network))
+        query.for_model(*_described(model, catalog, offline=no_network))
         return
     query.for_machine()
+
+
+def _described(reference: str, catalog: Catalog, *, offline: bool) -> tuple[Model, str]:
+    """Return `library.describe.describe`. Only -m needs that module, which reads the hub."""
+    from localllm.library.describe import describe
+
+    return describe(reference, catalog, offline=offline)
 
 
 class Joined(NamedTuple):
