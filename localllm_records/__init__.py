@@ -70,7 +70,7 @@ def _made(plain: type[T], *, eq: bool, frozen: bool, kw_only: bool, slots: bool)
     params: Any = vars(cls)["__dataclass_params__"]
     params.frozen = frozen
     params.eq = eq
-    # Python itself sets __hash__ to None beside an own __eq__.
+    # Python itself sets __hash__ to None next to an own __eq__.
     if own.get("__hash__") is None:
         own.pop("__hash__", None)
     for name, method in methods.items():
@@ -84,12 +84,11 @@ def _values(names: Any) -> Callable[[Any], Any]:
     return attrgetter(*found) if found else lambda _: ()
 
 
-def _eq(values: Callable[[Any], Any]) -> Callable[[Any, object], bool]:
-    def equal(self: Any, other: object) -> bool:
+def _eq(values: Callable[[Any], Any]) -> Callable[[Any, object], Any]:
+    def equal(self: Any, other: object) -> Any:
         if other.__class__ is not self.__class__:
             return NotImplemented
-        equals: bool = values(self) == values(other)
-        return equals
+        return values(self) == values(other)
 
     return equal
 

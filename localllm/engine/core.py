@@ -1,8 +1,7 @@
 """The engine's loop: it takes requests, runs steps and returns events. One thread owns the engine
 and its backend.
 
-    submit → waiting → admitted (longest known prefix restored) → prefill in chunks → decode →
-    finished
+    submit → waiting → admitted (longest prefix restored) → prefill in chunks → decode → finished
 
 `step()` shows the whole architecture. It admits requests that fit, plans one pass over the weights
 (scheduler), runs it (backend), and advances every request by its output. Between steps, one piece

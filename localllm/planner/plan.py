@@ -58,7 +58,6 @@ _EQUALLY_FAST_SHARE = 0.97
 # A drafter that was not requested must promise this gain at the upper end of its range.
 _MIN_DRAFT_GAIN = 1.1
 
-
 _UNKNOWN = MemoryNeed(0, 0, 0, 0, 0, 0, 0)
 
 
