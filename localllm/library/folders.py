@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -96,12 +96,12 @@ def ggufs(
         others.append((str(kind), file))
         if kind == "projector":
             projectors[name] = file
-    partial = partial_files.reasons(weights.values())
+    partial = partial_files.reasons([*weights.values(), *projectors.values()])
     sizes = {name: _total_size([file]) for name, file in weights.items()}
     found = []
     for name, parts in names.complete_models(sizes):
         file = weights[name]
-        projector = _own_projector(name, weights, projectors, one_repo=bool(repo))
+        projector = _own_projector(name, weights, projectors, partial, one_repo=bool(repo))
         quant = names.quant_of(file.name) or names.quant_of(name)
         companions = tuple(other for other in others if other[1] != projector)
         faults = [partial[weights[part]] for part in parts if weights[part] in partial]
@@ -118,6 +118,7 @@ def ggufs(
                 projector,
                 companions,
                 "".join(faults[:1]),
+                partial.get(projector or Path(), ""),
             )
         )
     return found
@@ -131,11 +132,17 @@ def _name_below(root: Path | None, file: Path) -> str:
 
 
 def _own_projector(
-    name: str, weights: dict[str, Path], projectors: dict[str, Path], *, one_repo: bool
+    name: str,
+    weights: dict[str, Path],
+    projectors: dict[str, Path],
+    partial: Collection[Path],
+    *,
+    one_repo: bool,
 ) -> Path | None:
     """The projector of the model `name`, matched by file name.
 
-    If no name matches, the projector whose header names the model or its base is used.
+    If no name matches, the projector whose header names the model or its base is used. One of the
+    `partial` files is used only if there is no whole one.
     """
     from localllm_catalog import kinds
 
@@ -147,6 +154,7 @@ def _own_projector(
         mine = [
             p for p, file in projectors.items() if model_names & file_kinds.names_in_header(file)
         ]
+    mine = [p for p in mine if projectors[p] not in partial] or mine
     best = names.best_projector({p: _total_size([projectors[p]]) for p in mine})
     if best is not None:
         return projectors[best]
@@ -158,7 +166,7 @@ def mlx(
 ) -> LocalModel | None:
     """The MLX (or plain Hugging Face) text model in `folder`.
 
-    None unless the folder has a config.json and all shards.
+    None unless the folder has a config.json and all shards. A shard that is cut short is its fault.
     """
     from localllm_catalog.kinds import is_drafter_config
 
@@ -176,6 +184,7 @@ def mlx(
     index = by_name.get(INDEX)
     if index is not None and not shards_of(index) <= set(by_name):
         return None
+    partial = partial_files.reasons(shards)
     return LocalModel(
         names.shown(name),
         folder,
@@ -185,6 +194,7 @@ def mlx(
         origin,
         repo,
         tuple(shards),
+        fault=next((f"{file.name}: {why}" for file, why in partial.items()), ""),
     )
 
 

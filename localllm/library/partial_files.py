@@ -1,4 +1,4 @@
-"""GGUF files that can't be models: cut short, or no GGUF by their first bytes.
+"""Weight files that can't be loaded: cut short, or of another kind by their first bytes.
 
 Only headers are read, and each only once while its file stays as it is.
 """
@@ -16,7 +16,7 @@ _kept = KeptFacts("partial-files.json")
 
 
 def reasons(files: Iterable[Path]) -> dict[Path, str]:
-    """Why a file can't be a model, for those of `files` that can't.
+    """Why a file can't be loaded, for those of `files` that can't: GGUF or safetensors.
 
     A file that can't be read, or that has another fault, is left to the engine, which names it.
     Reading the header of a model with 150,000 tokens takes 30 ms.
@@ -45,10 +45,13 @@ def _known() -> dict[str, str]:
 
 
 def _reason(file: Path) -> str:
-    from localllm_catalog import gguf
+    from localllm_catalog import gguf, safetensors
 
     try:
-        gguf.check_length(file)
+        if file.suffix == ".safetensors":
+            safetensors.check_length(file)
+        else:
+            gguf.check_length(file)
     except PartialFileError as e:
         message = e.message.removeprefix(f"{file}: ")
         return f"{message} ({e.hint})"

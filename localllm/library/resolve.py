@@ -47,12 +47,10 @@ def resolve(ref: str | None, *, catalog: Catalog | None = None) -> LocalModel:
         return _best_at_hand()
     installed = InstalledNames(catalog=catalog)
     match = _match(ref, installed)
-    if match.rule is Rule.PATH:
-        found = match.models[0]
-    else:
-        found = best_of([model for model in match.models if not model.fault] or match.models)
-        if found.fault:
-            raise ModelFileError(f"{found.name} can't be loaded: {found.fault}")
+    found = best_of([model for model in match.models if not model.fault] or match.models)
+    # For a path to a GGUF, the error of its header says more.
+    if found.fault and (found.is_folder or match.rule is not Rule.PATH):
+        raise ModelFileError(f"{found.name} can't be loaded: {found.fault}")
     if match.rule is Rule.CATALOG:
         found = replace(found, name=installed.catalog_id(ref))
     names.check_readable(found.name, found.path.name)

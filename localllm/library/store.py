@@ -253,6 +253,9 @@ def verify(model: LocalModel, on_bytes: Callable[[int], None] | None = None) -> 
 
     `on_bytes` receives the number of bytes read in each step.
     """
+    fault = model.fault or model.mmproj_fault
+    if fault:
+        return Checked(model, "bad", fault)
     hashed = True
     for file in _all_files(model):
         expected = published_digest(model, file)

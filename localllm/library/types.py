@@ -33,6 +33,7 @@ class LocalModel:
     - `origin`: the owner of the folder that holds the files.
     - `fault`: why no engine can load the files, if a look at their headers shows it: they are cut
       short. Such a model is not listed, but it can be removed.
+    - `mmproj_fault`: the same of the projector. The model is listed, but it reads no images.
     """
 
     name: str
@@ -46,6 +47,7 @@ class LocalModel:
     mmproj: Path | None = None
     companions: tuple[tuple[str, Path], ...] = ()
     fault: str = ""
+    mmproj_fault: str = ""
 
     @property
     def ref(self) -> str:

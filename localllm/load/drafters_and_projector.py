@@ -303,6 +303,8 @@ def _projector_of(local: LocalModel, engine: BackendType) -> MediaProjector | No
     why = engine.reads_images()
     if why is not None:
         return MediaProjector(why_not=why)
+    if local.mmproj_fault:
+        return MediaProjector(why_not=f"{local.mmproj.name}: {local.mmproj_fault}")
     try:
         header = read_header(local.mmproj)
         size = local.mmproj.stat().st_size

@@ -20,6 +20,7 @@ from types import MappingProxyType
 
 from localllm_catalog.byte_sources import ByteSource, FileSource, OpenSource
 from localllm_catalog.errors import BadHeaderError, PartialFileError
+from localllm_catalog.file_signs import other_kind
 from localllm_catalog.names import split_parts
 from localllm_catalog.quants import GGUF_TYPE_BY_ID, REMOVED_TYPE_IDS, tensor_bytes
 from localllm_records import dataclass
@@ -349,7 +350,8 @@ def _parse(cursor: _Cursor) -> GgufHeader:
 def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
     start = cursor.take(8, "the magic number")
     if start[:4] != b"GGUF":
-        raise _no_gguf(start)
+        hint = "give a .gguf file; convert other formats, or use MLX files"
+        raise other_kind(start, "GGUF", hint)
     cursor.position -= 4
     version = cursor.u32("the version")
     if version not in (2, 3):
@@ -366,26 +368,6 @@ def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
     cursor.fits(n_keys, 13, "keys")
     cursor.fits(n_tensors, 25, "tensors")
     return version, n_tensors, n_keys
-
-
-def _no_gguf(start: bytes) -> BadHeaderError:
-    """Return an error that describes the file by its first bytes."""
-    again = "download the file again"
-    signs = (
-        (
-            start.startswith(b"version "),
-            "this is a Git LFS pointer, not the file itself",
-            f"run `git lfs pull` there, or {again}",
-        ),
-        (start.lstrip()[:1] == b"<", "this is a web page, not a GGUF file", again),
-        (not any(start), "this file contains only zero bytes, so it is not a GGUF file", again),
-        (
-            True,
-            "this is not a GGUF file",
-            "give a .gguf file; convert other formats, or use MLX files",
-        ),
-    )
-    return next(PartialFileError(subject, hint) for is_so, subject, hint in signs if is_so)
 
 
 def _value(cursor: _Cursor, key: str) -> Value:

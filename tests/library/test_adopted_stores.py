@@ -15,6 +15,7 @@ from localllm.library import app_folders, store
 from localllm.library.resolve import resolve
 from localllm.library.types import LocalModel
 from localllm_backends.contract import Chunk, LoadSpec
+from support.safetensors import safetensors
 
 
 def put(path: Path, content: bytes) -> Path:
@@ -84,7 +85,7 @@ def test_an_lmstudio_folder_is_found_wherever_it_was_moved(
 def test_an_lmstudio_mlx_folder_is_found(home: Path) -> None:
     folder = home / ".lmstudio/models/mlx-community/Tiny-4bit"
     put(folder / "config.json", b'{"quantization": {"group_size": 64, "bits": 4}}')
-    put(folder / "model.safetensors", b"weights")
+    put(folder / "model.safetensors", safetensors(b"1"))
     (model,) = found("lmstudio")
     assert (model.name, model.format, model.quant, model.path) == (
         "Tiny-4bit",

@@ -16,6 +16,7 @@ from localllm.library.describe import describe
 from localllm.library.hub import HubUnreachableError, Patience, list_files
 from localllm.library.pull import pull
 from models import tiny_gguf
+from support.safetensors import safetensors
 
 REPO = "org/Tiny-GGUF"
 Answer = tuple[int, bytes, dict[str, str]]
@@ -290,13 +291,19 @@ def test_weights_in_a_format_of_other_programs_do_not_travel(
 def test_the_same_weights_in_two_forms_are_fetched_once(hub: Hub, patience: Patience) -> None:
     from localllm.library import store
 
-    files = {"config.json": json.dumps(CONFIG).encode(), "consolidated.safetensors": bytes(50_000)}
-    shards = {f"model-{n:05d}-of-00002.safetensors": bytes([n]) * 20_000 for n in (1, 2)}
+    files = {
+        "config.json": json.dumps(CONFIG).encode(),
+        "consolidated.safetensors": safetensors(bytes(50_000)),
+    }
+    shards = {
+        f"model-{n:05d}-of-00002.safetensors": safetensors(bytes([n]) * 20_000) for n in (1, 2)
+    }
     hub.add("mistralai/Both", {**files, **shards, "tokenizer.json": b"{}"})
     brought = pull("mistralai/Both", patience=patience)
-    assert brought.size_bytes == 40_000
+    n_bytes = sum(map(len, shards.values()))
+    assert brought.size_bytes == n_bytes
     assert [f.name for f in brought.files] == list(shards)
     assert [(m.name, m.size_bytes) for m in store.scan() if m.origin != "starter"] == [
-        ("Both", 40_000)
+        ("Both", n_bytes)
     ]
     assert len(hub.contents()) == 2

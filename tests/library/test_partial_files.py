@@ -1,19 +1,24 @@
-"""GGUF files that are cut short: not listed, named once, and removed like others."""
+"""Model files that are cut short: not listed, named once, and removed like others."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from localllm.cli.commands import models
-from localllm.errors import ModelFileError
+from localllm.errors import ModelFileError, UnsupportedError
 from localllm.library import app_folders, hf_cache, partial_files, store
 from localllm.library.resolve import resolve
+from localllm.load.drafters_and_projector import projector_for
+from localllm.settings import Settings
+from localllm_backends.llamacpp import LlamaCppType, backend_type
 from models.tiny_gguf import write_moe
+from models.tiny_vision import write_vision
 
 pytestmark = pytest.mark.usefixtures("nothing_packaged")
 BROKEN_JSON = '{"left": '
@@ -119,3 +124,115 @@ def test_damaged_and_unwritable_records_hide_nothing(
     monkeypatch.setenv("LOCALLLM_CACHE_DIR", str(kept.parent))
     (folder / "half-F32.gguf").touch()
     assert [model.name for model in store.scan()] == ["whole-F32"]
+
+
+# --- safetensors ----------------------------------------------------------------------------------
+
+N_WEIGHTS = 1000
+
+
+def safetensors() -> bytes:
+    """A safetensors file of two tensors."""
+    half = 4 * N_WEIGHTS // 2
+    header = json.dumps(
+        {
+            "__metadata__": {"format": "mlx"},
+            "last": {"dtype": "F32", "shape": [500], "data_offsets": [half, 2 * half]},
+            "first": {"dtype": "F32", "shape": [500], "data_offsets": [0, half]},
+        }
+    ).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(2 * half)
+
+
+def write_folder(folder: Path, *shards: bytes) -> Path:
+    """An MLX folder with these weight files."""
+    folder.mkdir(parents=True)
+    config = {"architectures": ["LlamaForCausalLM"], "quantization": {"bits": 4}}
+    (folder / "config.json").write_text(json.dumps(config))
+    for number, content in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        (folder / name).write_bytes(content)
+    return folder
+
+
+WHOLE = safetensors()
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 335\n"
+WEB_PAGE = b"<!DOCTYPE html><html></html>"
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (WHOLE[:1], "header extends past the end of a file of 1"),
+        (WHOLE[:8], "header extends past the end of a file of 8"),
+        (WHOLE[:60], "header ends at byte .* of a file of 60"),
+        (WHOLE[:-N_WEIGHTS], "last ends at byte"),
+        (WHOLE[:-1], "last ends at byte"),
+        (LFS_POINTER, "git lfs pull"),
+        (WEB_PAGE, "web page, not a safetensors file"),
+        (bytes(500), "only zero bytes"),
+    ],
+)
+def test_a_folder_with_a_cut_shard_is_not_listed(content: bytes, why: str, tmp_path: Path) -> None:
+    made = tmp_path / "mine"
+    write_folder(made / "whole-4bit", WHOLE, WHOLE)
+    half = write_folder(made / "half-4bit", WHOLE, content)
+    store.adopt(made)
+    assert [model.name for model in store.scan()] == ["whole-4bit"]
+    for typed in ("half-4bit", str(half)):
+        with pytest.raises(ModelFileError, match=f"model-00002-of-00002.safetensors: .*{why}"):
+            resolve(typed)
+    result = CliRunner().invoke(models.app, ["list"])
+    assert "half" not in result.stdout
+    assert result.stderr.count("half-4bit") == 1
+    assert CliRunner().invoke(models.app, ["verify", "half-4bit"]).exit_code == 4
+    (half / "model-00002-of-00002.safetensors").write_bytes(WHOLE)
+    assert resolve("half-4bit").path == half
+
+
+@pytest.mark.parametrize("header", [b"{}", b'{"a": 1}', b'{"a": {"data_offsets": []}}', b"{\xff}"])
+def test_a_header_of_another_form_is_left_to_the_engine(header: bytes, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "odd-4bit", struct.pack("<Q", len(header)) + header + b" ")
+    assert resolve(str(folder)).fault == ""
+
+
+# --- projectors -----------------------------------------------------------------------------------
+
+
+def test_a_cut_projector_is_named_and_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaCppType, "reads_images", lambda _: None)
+    made = tmp_path / "mine"
+    made.mkdir()
+    seeing = write_vision(made, "llava")
+    content = seeing.projector.read_bytes()
+    seeing.projector.write_bytes(content[:-100])
+    store.adopt(made)
+    [model] = store.scan()
+    assert "of a file of" in model.mmproj_fault
+    result = CliRunner().invoke(models.app, ["list"])
+    assert result.stderr.count(seeing.projector.name) == 1
+    assert "reads no images" in result.stderr
+    [row] = json.loads(CliRunner().invoke(models.app, ["list", "--json"]).stdout)["models"]
+    assert row["mmproj_fault"] == model.mmproj_fault
+    assert "not usable" in CliRunner().invoke(models.app, ["info", model.name]).stdout
+    found = projector_for(model, backend_type, Settings({}))
+    assert (found.file, "cut short" in found.why_not) == (None, True)
+    with pytest.raises(UnsupportedError, match="cut short"):
+        projector_for(model, backend_type, Settings({"images": "on"}))
+    seeing.projector.write_bytes(content)
+    [model] = store.scan()
+    assert (model.mmproj, model.mmproj_fault) == (seeing.projector, "")
+
+
+def test_a_whole_projector_is_chosen_before_a_cut_one(tmp_path: Path) -> None:
+    made = tmp_path / "mine"
+    made.mkdir()
+    seeing = write_vision(made, "llava")
+    content = seeing.projector.read_bytes()
+    store.adopt(made)
+    for quant in ("f16", "bf16", "f32"):
+        (made / f"mmproj-{quant}.gguf").write_bytes(content[:-100])
+    [model] = store.scan()
+    assert (model.mmproj, model.mmproj_fault) == (seeing.projector, "")

@@ -22,6 +22,7 @@ from localllm.library.pull import drafters_here, pull, pull_drafter
 from localllm.library.resolve import resolve
 from localllm.library.transfer import DownloadProgress
 from localllm_catalog.types import Companion
+from support.safetensors import safetensors
 
 REPO = "tiny-org/Tiny-1B-GGUF"
 
@@ -163,7 +164,7 @@ def test_an_mlx_folder_comes_with_its_small_files_checked_by_gits_hash(
         {"quantization": {"bits": 4, "group_size": 64}, "model_type": "tiny"}
     ).encode()
     hub.add("mlx-community/Tiny-1B-4bit", {
-        "config.json": config, "tokenizer.json": b"{}", "model.safetensors": content(1),
+        "config.json": config, "tokenizer.json": b"{}", "model.safetensors": safetensors(content(1)),
         "README.md": b"read me",
     })  # fmt: skip
     local = pull("mlx-community/Tiny-1B-4bit", patience=patience)

@@ -19,6 +19,7 @@ from localllm.library.resolve import resolve
 from localllm.memory.system import SystemMemory
 from localllm_catalog import catalog as catalogs
 from support.examples import examples
+from support.safetensors import safetensors
 
 
 def cached(repo: str, file: str, content: bytes = b"GGUF" * 2, commit: str = "b" * 40) -> Path:
@@ -148,16 +149,16 @@ def test_an_mlx_folder_needs_all_its_shards(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "m1.safetensors", "b": "m2.safetensors"}}'
     )
-    (folder / "m1.safetensors").write_bytes(b"1")
+    (folder / "m1.safetensors").write_bytes(safetensors(b"1"))
     with pytest.raises(ModelFileError):
         resolve(str(folder))
-    (folder / "m2.safetensors").write_bytes(b"2")
+    (folder / "m2.safetensors").write_bytes(safetensors(b"2"))
     local = resolve(str(folder))
     assert (local.name, local.format, local.quant, local.size_bytes) == (
         "Tiny-4bit",
         "mlx",
         "4bit",
-        2,
+        2 * len(safetensors(b"1")),
     )
 
 
@@ -200,7 +201,7 @@ def test_a_models_other_publishers_answer_to_its_id_too() -> None:
 
 def test_an_mlx_repository_answers_to_the_catalogs_id(monkeypatch: pytest.MonkeyPatch) -> None:
     cached("mlx-community/Qwen3-0.6B-4bit", "config.json", b'{"quantization": {"bits": 4}}')
-    pointer = cached("mlx-community/Qwen3-0.6B-4bit", "model.safetensors")
+    pointer = cached("mlx-community/Qwen3-0.6B-4bit", "model.safetensors", safetensors(b"1"))
     assert resolve("qwen3-0.6b").path == pointer.parent
     assert resolve("qwen3-0.6b").name in ("qwen3-0.6b", "Qwen3-0.6B-4bit")
 

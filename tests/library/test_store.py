@@ -16,6 +16,7 @@ from localllm.cli.commands import models as models_command
 from localllm.errors import LocalLLMError, UsageError
 from localllm.library import app_folders, hf_cache, starter, store
 from localllm.library.resolve import resolve
+from support.safetensors import safetensors
 
 OLD = time.time() - 3600
 
@@ -66,7 +67,10 @@ def test_a_whole_model_is_ok_and_one_flipped_bit_is_not(tiny_model: Path) -> Non
 
 
 def test_an_mlx_folders_small_files_are_checked_too() -> None:
-    files = {"config.json": b'{"quantization": {"bits": 4}}', "model.safetensors": b"weights"}
+    files = {
+        "config.json": b'{"quantization": {"bits": 4}}',
+        "model.safetensors": safetensors(b"1"),
+    }
     pointers = cached("mlx-community/Tiny-4bit", files)
     assert store.verify(resolve("tiny")).result == "ok"
     pointers["config.json"].resolve().write_bytes(b'{"quantization": {"bits": 8}}')
@@ -118,7 +122,7 @@ def test_removing_a_model_removes_it_from_every_snapshot() -> None:
 def test_removing_an_mlx_folder_takes_all_of_it() -> None:
     cached(
         "mlx-community/Tiny-4bit",
-        {"config.json": b'{"quantization": {"bits": 4}}', "model.safetensors": b"w"},
+        {"config.json": b'{"quantization": {"bits": 4}}', "model.safetensors": safetensors(b"1")},
     )
     store.rm(resolve("tiny"))
     assert not list(app_folders.hub_cache().glob("models--*"))

@@ -58,6 +58,10 @@ def _print_models(found: list[LocalModel], *, as_json: bool) -> None:
     print_lines(listing(whole))
     for model in faulty:
         print(plain(f"not listed: {model.path}: {model.fault}"), file=sys.stderr)
+    for model in whole:
+        if model.mmproj_fault:
+            why = f"{model.mmproj}: {model.mmproj_fault}"
+            print(plain(f"{model.name} reads no images: {why}"), file=sys.stderr)
 
 
 @app.command(short_help="Show a model's facts and the paths of its files.")

@@ -19,6 +19,7 @@ def as_row(model: LocalModel) -> dict[str, Any]:
     files = {
         "files": [str(file) for file in model.files],
         "mmproj": None if model.mmproj is None else str(model.mmproj),
+        "mmproj_fault": model.mmproj_fault,
         "companions": [{"kind": kind, "path": str(file)} for kind, file in model.companions],
     }
     return {
@@ -129,6 +130,8 @@ def _file_facts(local: LocalModel) -> list[tuple[str, str]]:
     ]
     if local.mmproj is not None:
         facts.append(("projector", str(local.mmproj)))
+    if local.mmproj_fault:
+        facts.append(("", f"not usable: {local.mmproj_fault}"))
     for kind, file in local.companions:
         facts.append(("companion", f"{file.name}: {_kind_text(kind)}"))
     return facts
