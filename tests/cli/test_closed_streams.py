@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from cli.test_narrow_terminals import WITH_A_MODEL
+from cli.test_narrow_terminals import BENCH, SERVE, STOPS, WITH_A_MODEL
 
 CODE = """
 import os, sys
@@ -30,7 +31,7 @@ def test_a_command_ends_without_an_error(words: list[str], closed: list[int]) ->
 
 @pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("words", WITH_A_MODEL)
+@pytest.mark.parametrize("words", [*WITH_A_MODEL, BENCH])
 def test_a_command_that_loads_a_model_ends_on_a_full_disk_and_without_output(
     words: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,3 +54,24 @@ def test_a_command_that_loads_a_model_ends_on_a_full_disk_and_without_output(
     code = CODE.format(closed=[1], words=given)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("closed", [[], [1], [0, 1]])
+def test_a_server_serves_on_a_full_disk_and_without_output(
+    closed: list[int], tiny_model: Path
+) -> None:
+    code = CODE.format(closed=closed, words=SERVE.replace("MODEL", str(tiny_model)).split())
+    with open("/dev/full", "w") as full:
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=full,
+            stderr=subprocess.PIPE,
+        )  # fmt: skip
+    assert child.stderr is not None
+    written = b""
+    with child.stderr:
+        for line in child.stderr:
+            written += line
+            if STOPS in line:
+                child.send_signal(signal.SIGINT)
+    assert (child.wait(), b"Traceback" in written) == (130, False), written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -38,10 +39,17 @@ WITH_A_MODEL = (
     "chat -m MODEL --own --context 512 --max-tokens 8 hi", "doctor MODEL",
     "quality MODEL --kv q8_0 --blocks 1 --block 64", "quantize MODEL --to Q8_0 --anyway -o q.gguf",
 )  # fmt: skip
+BENCH = "bench MODEL --context 1024"
+# Runs until Ctrl-C, which is sent when it says that Ctrl-C stops it.
+SERVE = "serve MODEL --port 0 --context 512"
+STOPS = b"Ctrl-C"
 
 
 def on_a_terminal(columns: int, environment: dict[str, str], commands: Sequence[str]) -> str:
-    """The output of these commands, and of their errors, on a terminal that is `columns` wide."""
+    """The output of these commands, and of their errors, on a terminal that is `columns` wide.
+
+    A server is interrupted as soon as it serves.
+    """
     import fcntl
     import struct
     import termios
@@ -57,9 +65,14 @@ def on_a_terminal(columns: int, environment: dict[str, str], commands: Sequence[
     )
     os.close(theirs)
     written = b""
+    interrupted = False
     try:
         while data := os.read(ours, 1 << 16):
             written += data
+            last = written.rpartition(b"\x1e")[2]
+            if last.startswith(b"serve /") and STOPS in last and not interrupted:
+                interrupted = True
+                child.send_signal(signal.SIGINT)
     except OSError:  # the child has ended
         pass
     os.close(ours)
@@ -98,5 +111,12 @@ def test_commands_that_load_a_model_keep_to_the_terminal(
     columns: int, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    check(columns, [command.replace("MODEL", str(tiny_model)) for command in WITH_A_MODEL])
+    commands = (*WITH_A_MODEL, SERVE)
+    check(columns, [command.replace("MODEL", str(tiny_model)) for command in commands])
     assert (tmp_path / "q.gguf").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("columns", [20, 33, 79, 120, 200])
+def test_the_figures_of_bench_keep_to_the_terminal(columns: int, tiny_model: Path) -> None:
+    check(columns, [BENCH.replace("MODEL", str(tiny_model))])

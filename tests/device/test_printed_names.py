@@ -164,6 +164,7 @@ def contradictions(name: str, size: int | None, device: Device) -> list[str]:
     shown = " ".join((device.name, device.cpu, *(row.vendor for row in matched))).lower()
     shown += " " + " ".join(" ".join((*row.names, *row.cpu)) for row in matched).lower()
     brands = {"amd": "ryzen|radeon|epyc", "intel": "core|xeon|arc|processor n"}
+    brands["qualcomm"] = "snapdragon"
     known = f"{shown} {reported}"
     found = [
         maker
@@ -181,9 +182,14 @@ def contradictions(name: str, size: int | None, device: Device) -> list[str]:
     return found
 
 
-def test_a_made_up_name_gives_no_other_size_chip_or_maker_without_a_message() -> None:
-    choice = random.Random(87)
-    for _ in range(500):
+@pytest.mark.parametrize(
+    ("seed", "n_names"), [(87, 500), pytest.param(3, 3000, marks=pytest.mark.long)]
+)
+def test_a_made_up_name_gives_no_other_size_chip_or_maker_without_a_message(
+    seed: int, n_names: int
+) -> None:
+    choice = random.Random(seed)
+    for _ in range(n_names):
         name, size = made_up(choice)
         try:
             device = resolve(name)
