@@ -54,6 +54,13 @@ def test_who_only_watches_has_one_where_it_fails() -> None:
     assert told("/v1/models", 401, "GET") == ["GET /v1/models  401  1.50 s"]
 
 
+def test_a_poll_until_the_model_is_loaded_has_no_line() -> None:
+    assert told("/health", 503, "GET") == []
+    assert told("/v1/health", 503, "GET") == []
+    assert told("/health", 500, "GET") == ["GET /health  500  1.50 s"]
+    assert told("/v1/models", 503, "GET") == ["GET /v1/models  503  1.50 s"]
+
+
 def test_a_path_is_not_obeyed() -> None:
     (line,) = told("/\x1b[2J\n" + "x" * 100, 404, "GET")
     assert "\x1b" not in line

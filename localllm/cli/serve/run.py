@@ -269,10 +269,12 @@ def _allocated(model: ServedModel) -> str:
     return gb(memory.total_bytes, 2)
 
 
+# Paths that answer 503 until a model is loaded. Pollers ask them many times a second, and the
+# server itself reports the progress and the failure of a load.
+_HEALTH = ("/health", "/v1/health")
 # Paths that monitoring tools request often. They are logged only if they fail.
 _WATCHERS = (
-    "/health",
-    "/v1/health",
+    *_HEALTH,
     "/metrics",
     "/v1/models",
     "/api/tags",
@@ -312,10 +314,16 @@ def with_lines(
         try:
             await app(scope, receive, sending)
         finally:
-            if status >= 400 or scope["path"] not in _WATCHERS:
+            if _is_logged(scope["path"], status):
                 report(", ".join([_line(scope, status, clock() - started_s), *figures]))
 
     return with_notice
+
+
+def _is_logged(path: str, status: int) -> bool:
+    if status == 503 and path in _HEALTH:
+        return False
+    return status >= 400 or path not in _WATCHERS
 
 
 def _line(scope: Scope, status: int, took_s: float) -> str:
