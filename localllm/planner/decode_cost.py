@@ -420,6 +420,7 @@ def state_traffic_bytes(model: Model) -> int:
     return 2 * facts(model).recurrent_state_bytes
 
 
+@lru_cache(4096)
 def all_attention_flops(model: Model, depth: float, *, tokens_outside: float = 0.0) -> float:
     """Return the FLOPs of one token's attention over `depth` earlier tokens, in all layers.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import lru_cache
 from itertools import chain
 
 from localllm.planner.bytes_per_token import facts
@@ -42,6 +43,7 @@ def pad(n: int, step: int = CONTEXT_STEP) -> int:
     return -(-n // step) * step
 
 
+@lru_cache(4096)
 def layout(settings: RunSettings) -> CacheLayout:
     """Return how llama.cpp lays out the caches of a run."""
     return CacheLayout(
@@ -68,6 +70,7 @@ def layer_state_bytes(model: Model, settings: RunSettings) -> list[int]:
     return [layer.mixer.state_floats * copies for layer in model.layers]
 
 
+@lru_cache(4096)
 def kv_bytes(model: Model, settings: RunSettings) -> int:
     """Return the exact bytes of llama.cpp's KV cache: Σ layers cells × (width_k × bytes_k + width_v
     × bytes_v)."""
@@ -82,6 +85,7 @@ def _element_bytes(settings: RunSettings) -> tuple[Fraction, Fraction]:
     return k, v
 
 
+@lru_cache(4096)
 def kv_bytes_per_1k_tokens(model: Model, kv_type: str = "f16") -> int:
     """Return the bytes of 1,024 more tokens of context after all windows are full: the slope of
     memory over context."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
@@ -42,6 +43,7 @@ MIB = 2**20
 _MLX_REUSE_BYTES = 512 * MIB
 
 
+@lru_cache(4096)
 def _attention_mask_cells(model: Model, settings: RunSettings) -> int:
     """Return the mask cells of a step. Layers that see the whole context share one mask, and layers
     with a window share another."""
@@ -53,6 +55,7 @@ def _attention_mask_cells(model: Model, settings: RunSettings) -> int:
     return sum(masks.values())
 
 
+@lru_cache(4096)
 def compute_bytes(model: Model, settings: RunSettings) -> int:
     """Return the bytes of llama.cpp's scratch buffer for one micro-batch: the largest of its three
     possible peaks.
@@ -152,6 +155,7 @@ def overhead_bytes(device: Device | None) -> int:
     return device.n_gpus * KINDS[device.accelerator].runtime_bytes(device.compute_units)
 
 
+@lru_cache(4096)
 def dequantised_bytes(model: Model, settings: RunSettings) -> int:
     """Return the bytes in a step's buffers for one layer's KV at 16 bits, which CUDA and ROCm hold
     for KV types other than f16.

@@ -102,9 +102,6 @@ class PlacementOption(NamedTuple):
     kv_type: str
 
 
-# --- the plan -------------------------------------------------------------------------------------
-
-
 def plan_for(
     device: Device,
     model: Model,
@@ -197,7 +194,7 @@ class _Run:
         fitted = FittedSettings(plan.settings, plan.memory, plan.fits)
         if plan.fits != "no" and plan.settings.n_batch == DEFAULT_BATCH:
             fitted = self.with_larger_batch(fitted)
-        return self.planned(fitted, rough=False)
+        return self.planned(fitted, of=plan)
 
     def kv_types(self) -> tuple[str, ...]:
         """Return the KV types to try, in order, by the names of the backend contract. MLX takes
@@ -420,10 +417,10 @@ class _Run:
                 best_s = each
         return found
 
-    def planned(self, fitted: FittedSettings, *, rough: bool = True) -> Plan:
-        """Return the Plan for `fitted`, with its speeds and its score."""
+    def planned(self, fitted: FittedSettings, *, of: Plan | None = None) -> Plan:
+        """Return the Plan for `fitted`, with its speeds and its score. It completes `of`, if given."""
         settings, need, fits = fitted
-        if fits == "split" and not rough:
+        if fits == "split" and of is not None:
             settings = placement_search.pinned(self.device, settings, need)
         plan = Plan(
             model=self.model,
@@ -432,7 +429,7 @@ class _Run:
             fits=fits,
             memory=need,
             load_s=speed.load_time(self.variant),
-            **self.speeds(settings, rough=rough),
+            **self.speeds(settings, of),
             **self._quality(settings),
             draft_gain=drafting.draft_gain(
                 self.device, (self.model, self.variant), settings.drafter.second
@@ -459,14 +456,17 @@ class _Run:
             "kv_why": quality.why(settings.kv_type, self.workload.purpose, evidence),
         }
 
-    def speeds(self, settings: RunSettings, *, rough: bool) -> dict[str, Any]:
+    def speeds(self, settings: RunSettings, of: Plan | None) -> dict[str, Any]:
         """Return the decode speed with an empty and a full context, the prefill speed, and the time
         to the first token. That time is given with and without a cache."""
         run = (self.device, self.model, self.variant, settings)
         measured = self.overrides.measured
-        decode = speed.decode(*run, measured=measured)
+        is_moved = of is None or of.settings.placement != settings.placement
+        decode = (
+            speed.decode(*run, measured=measured) if of is None or is_moved else of.decode_tok_s
+        )
         full = decode
-        if not rough:
+        if of is not None:
             full = speed.decode(*run, depth=self.request_tokens, measured=measured)
         prompt = self.prompt_tokens
         shortened = min(_PREFILL_PROMPT_TOKENS, prompt)

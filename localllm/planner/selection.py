@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from localllm.device.types import Device
 from localllm.planner import decode_cost
@@ -89,7 +90,7 @@ def at_least_older_scores(plans: Sequence[Plan]) -> list[Plan]:
     found = []
     for plan in plans:
         replaced = [p.score for p in plans if _replaces(plan, p)]
-        found.append(replace(plan, score=max([plan.score, *replaced])))
+        found.append(_with_score(plan, max([plan.score, *replaced])))
     return found
 
 
@@ -108,8 +109,12 @@ def at_least_smaller_siblings(plans: Sequence[Plan], good_tok_s: float) -> list[
     for plan in plans:
         smaller = [p.score for p in plans if _outgrows(plan, p, good_tok_s)]
         near = [score for score in smaller if score <= plan.score + _SIBLING_POINTS]
-        found.append(replace(plan, score=max([plan.score, *near])))
+        found.append(_with_score(plan, max([plan.score, *near])))
     return found
+
+
+def _with_score(plan: Plan, score: float) -> Plan:
+    return plan if score == plan.score else replace(plan, score=score)
 
 
 def _outgrows(large: Plan, small: Plan, good_tok_s: float) -> bool:
@@ -128,20 +133,17 @@ def _outgrows(large: Plan, small: Plan, good_tok_s: float) -> bool:
 def _replaces(new: Plan, old: Plan) -> bool:
     """Return whether `new` is a later model of the same line, shape and reasoning kind, rated with
     no more doubts."""
-
-    def shape(model: Model) -> tuple[object, ...]:
-        return (
-            line_of(model.family),
-            model.params_total,
-            model.params_active,
-            model.reasoning_kind != "none",
-        )
-
     return (
         new.model.release_date > old.model.release_date
-        and shape(new.model) == shape(old.model)
+        and _shape(new.model) == _shape(old.model)
         and _weaknesses(new) <= _weaknesses(old)
     )
+
+
+@lru_cache(4096)
+def _shape(model: Model) -> tuple[object, ...]:
+    line = line_of(model.family)
+    return line, model.params_total, model.params_active, model.reasoning_kind != "none"
 
 
 def matches(one: Plan, other: Plan, *, exactly: bool = False) -> bool:

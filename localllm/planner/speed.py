@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 from localllm.device.types import Device
 from localllm.planner import calibration, decode_cost, efficiency, layer_bytes, prefill_cost, ranges
@@ -78,6 +78,7 @@ def decode_bound(
     return device.bandwidth_gbps.value * 1e9 / read
 
 
+@lru_cache(4096)
 def _basis(
     cost_model: str, hardware: decode_cost.Hardware, model: Model, *, depth: int, known: str = ""
 ) -> tuple[str, float]:

@@ -101,11 +101,10 @@ def settings_for(
         spare=memory.spare_sequences(model, variant, heads=drafter.reads_hidden_states),
         n_outputs=min(_MAX_OUTPUTS, slots * _OUTPUTS_PER_SLOT),
         drafter=drafter,
+        n_rewind=memory.rewind_for(model, drafter) if backend.snapshots else 0,
         placement=Placement(layout=kernels.layout(device, model, variant, workload)),
         scores_at_once=backend.scores_at_once,
     )
-    if backend.snapshots:
-        settings = replace(settings, n_rewind=memory.rewind_for(model, drafter))
     if layer_bytes.disk_bytes(model, variant, USUAL):
         settings = settings.placed(tables="disk")
     if KINDS[device.accelerator].reads_weights and backend.splits:

@@ -136,6 +136,8 @@ class RunSettings:
 
     def placed(self, **places: Any) -> RunSettings:
         """Return these settings with parts of the placement changed."""
+        if all(getattr(self.placement, name) == place for name, place in places.items()):
+            return self
         return replace(self, placement=replace(self.placement, **places))
 
 
