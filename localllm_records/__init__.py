@@ -9,7 +9,7 @@ inherits fields is made by the standard library.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, FrozenInstanceError
 from operator import attrgetter
 from reprlib import recursive_repr
@@ -79,9 +79,12 @@ def _made(plain: type[T], *, eq: bool, frozen: bool, kw_only: bool, slots: bool)
     return cls
 
 
-def _values(names: Any) -> Callable[[Any], Any]:
-    found = tuple(names)
-    return attrgetter(*found) if found else lambda _: ()
+def _values(names: Iterable[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return the function that returns the values of these fields."""
+    found = list(names)
+    if len(found) > 1:
+        return attrgetter(*found)
+    return lambda self: tuple(getattr(self, name) for name in found)
 
 
 def _eq(values: Callable[[Any], Any]) -> Callable[[Any, object], Any]:

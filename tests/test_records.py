@@ -13,6 +13,7 @@ import pytest
 
 from localllm_records import dataclass
 
+NOT_A_NUMBER = float("nan")
 Decorator = Callable[..., Any]
 OPTIONS: tuple[dict[str, bool], ...] = (
     {},
@@ -61,7 +62,7 @@ class Foreign(Point):
 
 @dataclass(frozen=True, slots=True)
 class ByIdentity:
-    x: int
+    x: float
     __hash__ = object.__hash__
 
 
@@ -136,6 +137,8 @@ def test_equal_values_are_one_key() -> None:
     assert Point(1) != Named(1)
     assert len({ByIdentity(1), ByIdentity(1)}) == 2
     assert ByIdentity(1) == ByIdentity(1)
+    # As in a tuple: the same object is equal to itself.
+    assert ByIdentity(NOT_A_NUMBER) == ByIdentity(NOT_A_NUMBER)
 
 
 def test_values_are_replaced_copied_and_pickled() -> None:

@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from localllm import json_store, paths
 from localllm.device.ram import NO_RAM, StatedRam
 from localllm.device.types import Figure
 from localllm_records import dataclass
@@ -63,6 +64,9 @@ _BETWEEN = {
 _PLAIN_LETTERS = ("K", "KF", "KS", "F", "T", "S", "E", "TE")
 
 
+_FILE = Path(__file__).with_name("cpus.toml")
+
+
 @dataclass(frozen=True, slots=True)
 class _ProcessorLine:
     """A product line of processors.
@@ -80,9 +84,8 @@ class _ProcessorLine:
 
 @cache
 def _lines() -> list[_ProcessorLine]:
-    text = Path(__file__).with_name("cpus.toml").read_text(encoding="utf-8")
     lines = []
-    for facts in tomllib.loads(text)["line"]:
+    for facts in json_store.derived(paths.cache_dir() / "cpus.json", [_FILE], _listed):
         cores: dict[str, int] = {}
         for n, parts in facts["cores"].items():
             cores |= dict.fromkeys(parts.split(), int(n))
@@ -96,6 +99,11 @@ def _lines() -> list[_ProcessorLine]:
             lettered.setdefault(part.rstrip("K") + letter, cores[part])
         lines.append(_ProcessorLine(facts, cores, lettered))
     return lines
+
+
+def _listed() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))["line"]
+    return found
 
 
 def _numbered(number: str) -> list[Processor]:
