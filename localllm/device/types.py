@@ -248,3 +248,25 @@ def _figure(figure: Figure | None) -> dict[str, Any] | None:
     if figure is None:
         return None
     return {"value": figure.value, "basis": figure.basis, "source": figure.source}
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """A price in US dollars before tax.
+
+    - `machine`: a name in devices.toml. `memory_gb`: the size that has this price (GiB as sold).
+    - `of`: what it buys: a computer's name, or "card" for a card without a computer.
+    - `date`: "2026-06", or the year of a launch price.
+    - `source`: the page that states it.
+    """
+
+    machine: str
+    memory_gb: float
+    usd: int
+    of: str
+    date: str
+    source: str
+
+    @property
+    def is_of_card(self) -> bool:
+        return self.of == "card"

@@ -97,6 +97,15 @@ def recommend(
             help="What makes so many tokens of context fit, such as 256k or 1M.",
         ),
     ] = "",
+    budget: Annotated[
+        float,
+        typer.Option(
+            "--budget",
+            metavar="USD",
+            min=0.0,
+            help="List machines up to this price in US dollars, best first.",
+        ),
+    ] = 0.0,
     compare: Annotated[
         bool,
         typer.Option(
@@ -185,31 +194,30 @@ def recommend(
     one answer print a list.
     """
     from localllm.device.overrides import with_memory
+    from localllm.planner.starting_settings import Overrides
     from localllm.planner.types import Workload
 
     workload = Workload(_purpose(purpose), context, parallel=parallel, min_decode_tok_s=min_speed)
-    joined = Joined(device, decoding, link)
-    if _over_machines(joined, model, workload, explains=explain, as_json=as_json):
+    if _over_machines(
+        Joined(device, decoding, link), model, workload, explains=explain, as_json=as_json
+    ):
         return
     no_network = bool(settings.value("offline"))
-    of_list = (as_list, as_json, explain, at, fits, compare, plot, names, everything)
+    of_list = (as_list, as_json, explain, at, fits, budget, compare, plot, names, everything)
     of_machine = (bandwidth, ram, vram_headroom is not None, headroom is not None)
     of_models = (model, sees, hears, parallel > 1, min_speed, settings.given(_PLACING))
     asks_one = (*of_list, *of_machine, *of_models)
     if not any(asks_one) and os.environ.get("TERM") != "dumb" and at_a_terminal():
-        import gc
-
-        gc.enable()  # a screen stays open for long
         _open_screen(workload.purpose, context, device or "", memory or 0.0, offline=no_network)
         return
-    from localllm.cli.recommend.answers import PlanQuery, machines_reaching
+    from localllm.cli.recommend.answers import KnownMachines, PlanQuery
 
     _check_names(names or [], compare=compare, plot=plot, at=at, model=model)
+    _check_budget(budget, at, device)
     catalog = load_catalog()
-    if model is not None and at:
-        machines_reaching(
-            _described(model, catalog, offline=no_network), workload, at, as_json=as_json
-        )
+    if at or budget:
+        media = Overrides(sees=sees, hears=hears)
+        KnownMachines(model, workload, media, catalog, no_network, as_json).answer(at, budget)
         return
     machine = with_memory(
         device_named(device, memory, bandwidth),
@@ -289,11 +297,14 @@ def _open_screen(
 
     Raises DeviceNotFoundError, and the errors of the chat.
     """
+    import gc
+
     from localllm.cli.chat.config import take_keys
     from localllm.cli.chat.planning import PlanningProcess
     from localllm_tui.control.interfaces import PlanRequest
     from localllm_tui.models_app import ModelsApp
 
+    gc.enable()  # a screen stays open for long
     take_keys()
     desk = PlanningProcess(offline=offline)
     wish = PlanRequest(purpose, context, machine, memory_gb)
@@ -323,6 +334,24 @@ def _check_names(
         raise UsageError(
             "machine names need --compare, and --compare needs names",
             hint='localllm recommend --compare "M4 Max 128GB" "RTX 5090"',
+        )
+
+
+def _check_budget(budget: float, at: float, device: str | None) -> None:
+    """Raise UsageError for a budget together with a machine or a speed."""
+    if not budget:
+        return
+    if device is not None:
+        raise UsageError(
+            "--budget lists machines, so it takes no --device",
+            hint='compare two machines with --compare "NAME" "NAME"',
+            param="--budget",
+        )
+    if at:
+        raise UsageError(
+            "--budget and --at are two questions",
+            hint="a budget ranks by speed, too: use --min-speed for the lowest acceptable one",
+            param="--budget",
         )
 
 

@@ -178,16 +178,55 @@ class PlanQuery:
         return frozenset(candidates.installed_names(plans, self.catalog))
 
 
-def machines_reaching(
-    model_and_quant: tuple[Model, str], workload: Workload, tok_s: float, *, as_json: bool
-) -> None:
-    """Print the known machines that run one model in the requested quant at a speed."""
-    model, quant = model_and_quant
-    if quant:
+@dataclass(frozen=True)
+class KnownMachines:
+    """A question about all known machines, for the named model or for any.
+
+    `overrides`: the media that the model must read. The engines are not fixed, because the question
+    is about other machines, not about this installation.
+    """
+
+    model_name: str | None
+    workload: Workload
+    overrides: Overrides
+    catalog: Catalog
+    offline: bool
+    as_json: bool
+
+    def answer(self, tok_s: float, budget_usd: float) -> None:
+        """Print the machines up to a price, or those that run the model at a speed.
+
+        Raises UsageError if no machine costs that little, and ModelNotFoundError.
+        """
+        models = self.catalog.models
+        if self.model_name is not None:
+            models = (self._named(self.model_name),)
+        if budget_usd:
+            self._on_sale(budget_usd, models)
+        else:
+            self._reaching(tok_s, models[0])
+
+    def _named(self, name: str) -> Model:
+        """Return the model with the variants of the requested quant."""
+        from localllm.library.describe import describe
+
+        model, quant = describe(name, self.catalog, offline=self.offline)
+        if not quant:
+            return model
         variants = tuple(v for v in model.variants if same_quant(quant, v.quant))
-        model = replace(model, variants=variants)
-    # Use both engines: the question is about other machines, not about this installation.
-    reach = planner.reaching(
-        name_lookup.everything(), model, workload, tok_s, overrides=Overrides()
-    )
-    page.out(machines_view.reach(model, tok_s, reach, as_json=as_json))
+        return replace(model, variants=variants)
+
+    def _reaching(self, tok_s: float, model: Model) -> None:
+        reach = planner.reaching(
+            name_lookup.everything(), model, self.workload, tok_s, overrides=self.overrides
+        )
+        page.out(machines_view.reach(model, tok_s, reach, as_json=self.as_json))
+
+    def _on_sale(self, budget_usd: float, models: Sequence[Model]) -> None:
+        from localllm.cli.recommend import budget_view
+
+        readers = with_losses(candidates.media_readers(models, self.overrides))
+        shown = budget_view.answer(
+            budget_usd, readers, self.workload, self.overrides, as_json=self.as_json
+        )
+        page.out(shown)
