@@ -10,10 +10,10 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from localllm.errors import LocalLLMError
-from localllm_records import dataclass
 
 # A listing of a repository with 20,000 files has about 5 MiB and 140,000 values.
 MOST_BYTES = 8 << 20

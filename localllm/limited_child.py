@@ -24,13 +24,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO, cast
 
 import psutil
 
 from localllm.errors import LocalLLMError
-from localllm_records import dataclass
 
 # Interval in seconds between checks of the process while an answer is awaited.
 _LOOK_S = 0.02

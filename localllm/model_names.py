@@ -7,11 +7,10 @@ applies the rules in the order of `Rule`, so a name means the same model in ever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum, auto
 from fnmatch import fnmatchcase
 from typing import Generic, TypeVar
-
-from localllm_records import dataclass
 
 Model = TypeVar("Model")
 

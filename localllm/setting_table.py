@@ -9,8 +9,7 @@ of `localllm serve`. Other commands list the settings that they take
 from __future__ import annotations
 
 from collections.abc import Callable
-
-from localllm_records import dataclass
+from dataclasses import dataclass
 
 Value = str | int | float | bool | tuple[str, ...] | None
 

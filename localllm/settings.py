@@ -10,13 +10,13 @@ import difflib
 import math
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from localllm import paths, setting_table
 from localllm.errors import UsageError
 from localllm.setting_table import Setting, Value
-from localllm_records import dataclass
 
 Origin = Literal["flag", "environment", "config", "default"]
 _SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}

@@ -113,14 +113,13 @@ def test_our_backends_are_registered_like_anybodys() -> None:
     assert "llamacpp" in {point.name for point in entry_points(group="localllm.backends")}
 
 
-def test_the_wheel_holds_our_five_packages_and_nothing_else() -> None:
+def test_the_wheel_holds_our_four_packages_and_nothing_else() -> None:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = config["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert sorted(Path(p).name for p in packages) == [
         "localllm",
         "localllm_backends",
         "localllm_catalog",
-        "localllm_records",
         "localllm_tui",
     ]
     for folder in ("packaging", "tests"):
@@ -138,7 +137,7 @@ def test_every_dependency_has_a_floor_and_a_cap() -> None:
 
 PRODUCT = sorted(
     path
-    for folder in ("localllm", "localllm_records", "backends", "model_catalog", "tui")
+    for folder in ("localllm", "backends", "model_catalog", "tui")
     for path in (ROOT / folder).rglob("*.py")
 )
 MOST_LINES_OF_A_FILE = 500
@@ -255,7 +254,7 @@ def test_every_import_contract_says_what_holds_and_why() -> None:
 
 def test_every_room_has_a_contract_of_its_own() -> None:
     rooms = {f"localllm.{path.parent.name}" for path in (ROOT / "localllm").glob("*/__init__.py")}
-    rooms |= {"localllm_backends", "localllm_catalog", "localllm_records", "localllm_tui"}
+    rooms |= {"localllm_backends", "localllm_catalog", "localllm_tui"}
     bound = {sources[0] for c in contracts() if len(sources := c.get("source_modules", [])) == 1}
     assert rooms - bound == {"localllm.cli"}, "the command line alone may know every room"
 

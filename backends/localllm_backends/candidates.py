@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.values import Chunk, SampleSpec
-from localllm_records import dataclass
 
 Ids = NDArray[np.int32]
 Rows = NDArray[np.float32]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import cycle, islice, pairwise
 
 import numpy as np
@@ -29,7 +29,6 @@ from localllm_backends.contract import (
     SampleSpec,
     SeenTokens,
 )
-from localllm_records import dataclass
 
 # Allowed difference on any device, as a share of the largest logit. Random weights of our tests'
 # size stay well below it, and so does SmolLM2 on processors (0.012).

@@ -3,10 +3,10 @@ line."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from localllm_backends.installed_packages import version
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

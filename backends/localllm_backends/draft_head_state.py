@@ -13,12 +13,11 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import ClassVar, Generic, TypeVar
 
 from localllm_backends.contract import BackendFailure, Chunk, SequenceId
-from localllm_records import dataclass
 
 Row = TypeVar("Row")
 # Unread tokens after which the heads catch up, if no draft is made before. One pass over their layers

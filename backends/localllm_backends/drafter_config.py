@@ -7,9 +7,8 @@ The layouts are those of z-lab (DFlash, DFlash2), of DeepSeek (DSpark), of SafeA
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
-
-from localllm_records import dataclass
 
 # Sizes above this are not those of a real drafter.
 _LARGEST = 2**24

@@ -6,9 +6,8 @@ neither.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
-
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,10 @@ facts and the input of a step."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from localllm_backends.placement import Placement
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections import Counter as Counted
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +18,6 @@ from localllm.bench.scenarios import MEANS, Scenarios
 from localllm.bench.stream import BenchTarget
 from localllm.bench.token_counts import Counter, Tokens, templated_tokens
 from localllm.errors import BackendError, LocalLLMError, UsageError
-from localllm_records import dataclass
 
 _RESTART_S = 120.0
 # After this many failures on a server, a scenario is skipped there: each failure may take minutes.

@@ -6,10 +6,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
-
-from localllm_records import dataclass
 
 T = TypeVar("T")
 Better = Literal["more", "less"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,6 @@ import httpx
 from localllm import sse
 from localllm.errors import BackendError
 from localllm.foreign_json import JsonPart, MalformedError, check_plain, parse, read
-from localllm_records import dataclass
 
 Messages = list[dict[str, str]]
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 
 from localllm.bench.stream import BenchTarget, Messages, StreamedAnswer
 from localllm.errors import BackendError
-from localllm_records import dataclass
 
 Tokens = Callable[[Messages], Sequence[int]]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 from localllm.engine.cache.folder import WriteBudget, label
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
@@ -24,7 +25,6 @@ from localllm.planner.types import RunSettings
 from localllm.setup import build_check
 from localllm_backends import registry
 from localllm_backends.declaration import Declaration
-from localllm_records import dataclass
 
 # Limit for all checks together, on a slow device.
 _PATIENCE_S = 1800.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -30,7 +30,6 @@ from localllm.quants.source import target_bits
 from localllm.quants.verdict import file_faults, measured_faults
 from localllm.settings import Settings
 from localllm_backends.contract import KvType
-from localllm_records import dataclass
 
 _KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 

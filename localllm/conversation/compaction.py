@@ -26,10 +26,8 @@ reason.) The rules here are:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
-
-from localllm_records import dataclass
 
 # The share of the budget, without the fixed part, that the kept turns may use after a cut. For
 # turns of equal size, (1 - KEEP) of the turns that fit can be added before the next cut.

@@ -8,10 +8,10 @@ oldest edited message stays the same, and so does its cached KV.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from localllm.conversation.summary import call_line
-from localllm_records import dataclass
 
 Messages = Sequence[Mapping[str, Any]]
 

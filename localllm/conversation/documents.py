@@ -10,10 +10,10 @@ import hashlib
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from localllm.errors import UnsupportedError
-from localllm_records import dataclass
 
 MAX_BYTES = 20 * 10**6
 _PDF_TYPE = "application/pdf"

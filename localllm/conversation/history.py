@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from typing import Any
 from localllm import paths
 from localllm.conversation import history_schema, history_search, stored_rows
 from localllm.errors import LocalLLMError, NotFoundError
-from localllm_records import dataclass
 
 # Another window may be upgrading the file to a newer schema.
 _OPENING_S = 10.0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import dataclass
 
 from localllm.conversation import stored_rows
-from localllm_records import dataclass
 
 # The index does not contain shorter words.
 _INDEXED_CHARS = 3

@@ -10,12 +10,11 @@ import base64
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localllm.conversation import sounds
 from localllm.errors import RequestError, UnsupportedError
-from localllm_records import dataclass
 
 KINDS = ("image_url", "image", "input_image")
 _DATA = "data:"

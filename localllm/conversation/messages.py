@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from localllm import json_store
@@ -14,7 +14,6 @@ from localllm.conversation.documents import AttachedPdf
 from localllm.conversation.images import AttachedImage
 from localllm.conversation.sounds import AttachedSound
 from localllm.errors import RequestError, UnsupportedError
-from localllm_records import dataclass
 
 ROLES = ("system", "user", "assistant", "tool")
 # `developer` is OpenAI's newer name for `system`; `function` is its older one for `tool`.

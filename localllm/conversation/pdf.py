@@ -13,10 +13,10 @@ import importlib.util
 import io
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from localllm.limited_child import ChildError, ChildLimits, LimitedChild, RefusedError, serve
-from localllm_records import dataclass
 
 MAX_PAGES = 100
 MAX_CHARS = 2_000_000

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
-
-from localllm_records import dataclass
 
 # So many equal calls in a row are worth a notice.
 NOTED = 3

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
-
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

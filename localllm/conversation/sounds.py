@@ -17,11 +17,11 @@ import re
 import time
 from array import array
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 from localllm.limited_child import ChildError, ChildLimits, LimitedChild, RefusedError, serve
-from localllm_records import dataclass
 
 KINDS = ("input_audio", "audio_url")
 MAX_BYTES = 25 * 10**6

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from localllm import json_store
-from localllm_records import dataclass
 
 # Tool calls that are named one by one, the newest ones; the others are only counted.
 _MAX_NAMED = 40

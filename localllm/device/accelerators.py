@@ -6,10 +6,9 @@ A new kind needs three things: a row here, detection code (machines/), and a bui
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, get_args
-
-from localllm_records import dataclass
 
 _MIB = 2**20
 _USUAL_UNITS = 68

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any
 from localllm import json_store, paths
 from localllm.device.ram import NO_RAM, StatedRam
 from localllm.device.types import Figure
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from localllm.device import accelerators
 from localllm.device.accelerators import KINDS
 from localllm.device.types import Accelerator, Device, Finding
-from localllm_records import dataclass
 
 _GPU_TYPES = ("gpu", "igpu")
 # Largest difference in size that a driver's own use explains. If the two sizes differ by more, they

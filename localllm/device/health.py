@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Literal
 
 from localllm.device import ggml
 from localllm.device.accelerators import compiled_in
 from localllm.device.types import GIB, Device, Finding
-from localllm_records import dataclass
 
 GB = 10**9  # Decimal, as in `localllm device` and in plans.
 Status = Literal["ok", "warning", "error", "not checked"]

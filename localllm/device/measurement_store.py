@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from localllm import json_store
 from localllm.device.types import Figure
-from localllm_records import dataclass
 
 # If other programs use more than this share of the processor, a measurement shows only what they
 # left. Such a figure is used until a better one replaces it. Measurements are repeated at most

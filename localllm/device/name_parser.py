@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from localllm.device.ram import NO_RAM, StatedRam
 from localllm.errors import UsageError
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

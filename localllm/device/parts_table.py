@@ -6,7 +6,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 from localllm import json_store, paths
 from localllm.device.ram import NO_RAM, StatedRam
 from localllm.device.types import GIB, Accelerator, Basis, DeviceKind, Figure
-from localllm_records import dataclass
 
 # Words that drivers, shops or people add to a part's name or leave out.
 _NOISE = re.compile(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from localllm.device.types import Basis, Figure
-from localllm_records import dataclass
 
 # MT/s if only the kind was stated: JEDEC's usual rates.
 _USUAL_RATES = {"ddr3": 1600, "ddr4": 3200, "ddr5": 4800, "lpddr4x": 4267, "lpddr5": 6400}

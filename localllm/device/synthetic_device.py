@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from localllm.device import cards, parts_table, usable
@@ -14,7 +14,6 @@ from localllm.device.ram import NO_RAM, StatedRam
 from localllm.device.types import GIB, Device, Figure, Finding, Memory
 from localllm.errors import UsageError
 from localllm.memory.account import with_released
-from localllm_records import dataclass
 
 # Share of a card's nominal memory that software sees: 31.84 of 32 GiB on an RTX 5090, 79.65 of 80
 # GiB on an H100.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import asdict, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from localllm.device.accelerators import Accelerator as Accelerator
 from localllm.errors import LocalLLMError, NotFoundError
 from localllm.memory.account import Basis as Basis
 from localllm.memory.account import Memory as Memory
-from localllm_records import dataclass
 
 DeviceKind = Literal["unified", "discrete", "system"]
 GIB = 1 << 30

@@ -6,10 +6,10 @@ module has the settings of an engine.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localllm.engine.cache.tunables import DISK_FREE_BYTES
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from localllm_backends.contract import ModelInfo
-from localllm_records import dataclass
 
 AdapterSet: TypeAlias = tuple[float, ...]
 # `Generation.adapters`: (number, scale) of the adapters that a request names, or None.

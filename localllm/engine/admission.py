@@ -11,7 +11,7 @@ in the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from localllm.engine.cache import tunables
@@ -30,7 +30,6 @@ from localllm.engine.scheduler import StepDemand, admission_order
 from localllm.memory.guard import MemoryGuard
 from localllm.memory.system import return_to_system
 from localllm_backends.contract import Backend, NoCellsError
-from localllm_records import dataclass
 
 # Admission keeps this many cells free for the answer. A longer answer may cause a younger request
 # to be parked.

@@ -8,11 +8,11 @@ they decode in every step. Elsewhere they get one step in `_EVERY`, so that they
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
 from localllm.engine.step_costs import StepCost
-from localllm_records import dataclass
 
 # The longest step with them, in steps without them.
 _LONGER = 1.15

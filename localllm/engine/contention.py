@@ -7,10 +7,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from localllm_backends.contract import Backend
-from localllm_records import dataclass
 
 # The system counts in hundredths of a second, so shorter intervals give no useful figure.
 _MIN_S = 0.05

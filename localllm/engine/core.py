@@ -1,7 +1,8 @@
 """The engine's loop: it takes requests, runs steps and returns events. One thread owns the engine
 and its backend.
 
-    submit → waiting → admitted (longest prefix restored) → prefill in chunks → decode → finished
+    submit → waiting → admitted (longest known prefix restored) → prefill in chunks → decode →
+    finished
 
 `step()` shows the whole architecture. It admits requests that fit, plans one pass over the weights
 (scheduler), runs it (backend), and advances every request by its output. Between steps, one piece
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from localllm.engine import EngineSettings
 from localllm.engine.adapters import AdapterTurns, unknown_adapters
@@ -46,7 +47,6 @@ from localllm_backends.contract import (
     NoCellsError,
     StepResult,
 )
-from localllm_records import dataclass
 
 # Interval in seconds to look for new messages, while all requests wait for a grammar, an image or
 # the disk.

@@ -8,7 +8,7 @@ for the rest, and otherwise the rest is computed here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from localllm.engine.adapters import named_adapters
 from localllm.engine.cache.pool import SequencePool
@@ -18,7 +18,6 @@ from localllm.engine.request import RunningRequest
 from localllm.engine.transfer.conductor import Conductor
 from localllm.engine.transfer.errors import TransferError
 from localllm.engine.transfer.fetching import FetchedBlock, KvFetch, WantedKv
-from localllm_records import dataclass
 
 
 @dataclass

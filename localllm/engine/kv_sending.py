@@ -8,7 +8,7 @@ two steps, its next blocks are exported. It exports only as many as its reader h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from localllm.engine.adapters import named_adapters, set_name
 from localllm.engine.cache.identity import identity_of
@@ -21,7 +21,6 @@ from localllm.engine.tokens import Tokens
 from localllm.engine.transfer.frames import DONE, HEAD, words_frame
 from localllm.engine.transfer.wire import BLOCK_TOKENS, CREDITS, block_frame
 from localllm_backends.contract import Backend, BackendFailure
-from localllm_records import dataclass
 
 # Takes the frames of a request in order. Each frame is in pieces.
 Outlet = Callable[[str, Iterable[bytes]], object]

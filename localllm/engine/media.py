@@ -14,7 +14,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ from localllm_backends.contract import (
     SoundSamples,
 )
 from localllm_backends.control_text import control_texts
-from localllm_records import dataclass
 
 Embeddings = NDArray[np.float32]
 # Pixels and samples are kept only for the encoder, which runs soon. Later the file is recognised by

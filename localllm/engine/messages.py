@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import (
     Annotated,
@@ -23,7 +23,6 @@ from typing import (
 )
 
 from localllm.grammars.trigger import GrammarTrigger
-from localllm_records import dataclass
 
 # The only fast text-to-JSON function of the standard library. Calling it directly avoids the
 # overhead of a keyword argument.

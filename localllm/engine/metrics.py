@@ -10,11 +10,10 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from localllm.engine.contention import MAX_SHARE, CpuContention, Mark
 from localllm.engine.step_costs import DecayedRatio
-from localllm_records import dataclass
 
 _DECAY = 0.9
 # Reasons why tokens that had KV are computed again, in this order. Their KV was evicted. Reading it

@@ -4,6 +4,7 @@ the rules that end an answer."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 
 from localllm.engine.media import MediaSteps
@@ -24,7 +25,6 @@ from localllm_backends.contract import (
     SampleSpec,
     StepResult,
 )
-from localllm_records import dataclass
 
 
 @dataclass

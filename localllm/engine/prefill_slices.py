@@ -17,13 +17,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from localllm.engine.metrics import Metrics
 from localllm.engine.request import RunningRequest
 from localllm.engine.scheduler import Grant, Shares
 from localllm_backends.contract import Backend, BackendFailure, InterruptedStepError, PrefillSlices
-from localllm_records import dataclass
 
 # A prompt does not wait for the sliced prompt if it has less to read than this share of the rest of
 # the sliced prompt. Before this limit, 600 tokens waited for 30,000. With it, a prompt waits for at

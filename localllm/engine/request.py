@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,6 @@ from localllm.engine.sampling.sampler import Sampler, ThinkingBudget, TokenRules
 from localllm.engine.sampling.text_stream import TextStream
 from localllm.engine.scheduler import ShareKey, arrival
 from localllm.engine.tokens import salted
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm.engine.cache.eviction import Block

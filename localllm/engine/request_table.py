@@ -4,7 +4,7 @@ request leaves the engine through this module."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.engine.cache.matching import PrefixHistory
@@ -17,7 +17,6 @@ from localllm.engine.scheduler import Shares, StepDemand
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.tokens import Tokens, media_boundary
 from localllm_backends.contract import CannotRewindError
-from localllm_records import dataclass
 
 _PREFILL_EVENT_S = 0.25
 

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple
-
-from localllm_records import dataclass
 
 # A prompt with at most this many tokens left is treated like a decoding stream.
 _SHORT_TOKENS = 16

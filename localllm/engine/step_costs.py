@@ -6,10 +6,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
-
-from localllm_records import dataclass
 
 
 @dataclass

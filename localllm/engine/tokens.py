@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -20,7 +21,6 @@ from numpy.typing import NDArray
 
 from localllm_backends.contract import Backend, MediaRun
 from localllm_backends.control_text import LiteralText, control_texts
-from localllm_records import dataclass
 
 # A sequence of token ids, those of media included.
 Tokens = NDArray[np.int32]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from localllm.errors import UnsupportedError
 from localllm.grammars.deep_stack import on_deep_stack
-from localllm_records import dataclass
 
 # Cost limits for making a grammar: about a second (llguidance counts its own steps).
 _FUEL = 2_000_000

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,6 @@ from localllm import json_store, paths
 from localllm.errors import CatalogFileError, ModelFileError
 from localllm.library import names
 from localllm_catalog.errors import CatalogError
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm.library.types import LocalModel

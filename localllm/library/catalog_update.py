@@ -10,7 +10,7 @@ import datetime
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from localllm.library import names, variants
 from localllm.library.catalog import UPDATE_FILE
 from localllm.library.hub import HubUnreachableError, Listing
 from localllm_catalog.names import Format
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm_catalog.types import Model, Variant

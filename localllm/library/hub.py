@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,6 @@ from localllm.library import names
 from localllm.library.file_kinds import is_gguf
 from localllm.library.names import endpoint as endpoint
 from localllm.library.redirects import RedirectRule
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     import httpx

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
@@ -18,7 +18,6 @@ from localllm_catalog.names import safe_repo as safe_repo
 from localllm_catalog.names import shown as shown
 from localllm_catalog.names import split_of as split_of
 from localllm_catalog.names import split_parts as split_parts
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm_catalog.types import Model

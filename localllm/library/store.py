@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Literal
@@ -26,7 +27,6 @@ from localllm.library import (
 from localllm.library.catalog import read_header
 from localllm.library.types import OWNERS, LocalModel
 from localllm_catalog.names import Format
-from localllm_records import dataclass
 
 # A file modified within this many seconds may belong to a running download.
 _MIN_AGE_S = 600.0

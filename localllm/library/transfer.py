@@ -13,13 +13,13 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from localllm.errors import DownloadError
 from localllm.library.hub import LATER_HINT, HubUnreachableError, Patience, RepoFile, status_error
 from localllm.library.store import new_digest
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     import httpx

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from localllm_catalog.names import FOLDER_FORMATS, Format
-from localllm_records import dataclass
 
 Origin = Literal[
     "path", "hf-cache", "lmstudio", "ollama", "llama.cpp", "folder", "starter", "quantised"

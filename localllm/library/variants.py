@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from localllm.errors import DownloadError, ModelFileError
@@ -18,7 +18,6 @@ from localllm_catalog import kinds
 from localllm_catalog.kinds import Kind
 from localllm_catalog.names import Format
 from localllm_catalog.types import Model, Variant
-from localllm_records import dataclass
 
 Choose = Callable[["Model"], "Variant"]
 

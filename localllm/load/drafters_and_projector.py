@@ -7,6 +7,7 @@ the model.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
@@ -24,7 +25,6 @@ from localllm_backends.contract import BackendFailure, BackendType
 from localllm_backends.drafter_config import drafter_config
 from localllm_catalog.catalog import Catalog
 from localllm_catalog.gguf import GgufHeader
-from localllm_records import dataclass
 
 # Header keys of models with a sliding window or a recurrent state.
 _NOT_PLAIN = (

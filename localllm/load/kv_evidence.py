@@ -10,13 +10,12 @@ compared row by row.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from localllm import json_store
 from localllm_backends.contract import KvFidelity
 from localllm_backends.declaration import Declaration
-from localllm_records import dataclass
 
 PAIRS = (("q8_0", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0"))
 _MLX_TYPES = ("q8_0", "q6_0", "q5_0", "q4_0", "q3_0", "turbo4", "turbo3")

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from localllm.device import detect
@@ -39,7 +39,6 @@ from localllm.planner.types import Plan
 from localllm.settings import Settings
 from localllm_catalog import kinds
 from localllm_catalog.types import Purpose
-from localllm_records import dataclass
 
 # Estimated buffers of an embedding model: enough for models of up to 2,048 tokens.
 _EMBEDDING_BUFFERS_BYTES = 250_000_000

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from localllm import json_store, paths
 from localllm_catalog.types import Model
-from localllm_records import dataclass
 
 _MOST_LOSSES = 256
 # A measurement with a larger error (nats) says less than the published losses do.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +15,6 @@ from localllm.planner.types import DEFAULT_BATCH
 from localllm_backends import registry
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
-from localllm_records import dataclass
 
 KEEP = 64
 

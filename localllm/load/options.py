@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 from localllm import paths
@@ -16,7 +16,6 @@ from localllm.memory.system import SystemMemory
 from localllm.planner.types import DraftChoice, Plan, RunSettings
 from localllm.settings import Settings
 from localllm_backends.contract import KvType, LoadSpec, LoraAdapter
-from localllm_records import dataclass
 
 # Context in tokens if it was neither planned nor chosen and other machines hold layers too.
 _UNPLANNED_CONTEXT = 8192

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, MutableMapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 from localllm import paths
@@ -24,7 +24,6 @@ from localllm.settings import Settings
 from localllm_backends.fingerprints import fingerprint
 from localllm_catalog.catalog import Catalog
 from localllm_catalog.types import Model, Purpose
-from localllm_records import dataclass
 
 # Minimum context in tokens. A shorter one is useless, so a plan that can't have it does not fit.
 MIN_CONTEXT = 2048

@@ -3,11 +3,10 @@ rest."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from localllm.formatting import gb
-from localllm_records import dataclass
 
 Basis = Literal["measured", "reported", "datasheet", "derived", "assumed", "given"]
 """How a number is known."""

@@ -17,6 +17,7 @@ avoids flapping.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from localllm.errors import DoesNotFitError
 from localllm.formatting import gb
@@ -24,7 +25,6 @@ from localllm.memory.account import Memory, headroom_bytes, shared_pool
 from localllm.memory.macos import Pressure
 from localllm.memory.system import SystemMemory, process_and_children
 from localllm.memory.verdict import has_room
-from localllm_records import dataclass
 
 Available = Callable[[], int | None]
 

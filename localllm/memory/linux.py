@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-
-from localllm_records import dataclass
 
 ReadText = Callable[[str], str]
 """The text of a file; "" where there is none."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
-
-from localllm_records import dataclass
 
 Fits = Literal["yes", "tight", "split", "no"]
 

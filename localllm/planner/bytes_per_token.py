@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 from functools import lru_cache
 
 from localllm_catalog import quants, shapes
 from localllm_catalog.types import Layer, Model, Variant
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

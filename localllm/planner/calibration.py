@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-from localllm_records import dataclass
+from dataclasses import dataclass
 
 Parts = tuple[float, ...]
 """Seconds of one decode step by cause: weights from memory; what every layer costs anyway;

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
 
@@ -22,7 +23,6 @@ from localllm.planner import decode_cost, layer_bytes, memory, speed
 from localllm.planner.bytes_per_token import streamed
 from localllm.planner.types import Range, RunSettings, backend_of
 from localllm_catalog.types import Model, Variant
-from localllm_records import dataclass
 
 _F32_BYTES = 4
 _PROMPT_TOKENS = 2048

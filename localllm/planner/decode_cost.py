@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 from localllm.device.types import Device, TypeRates
@@ -34,7 +35,6 @@ from localllm.planner.bytes_per_token import Streamed, facts, streamed
 from localllm.planner.kernel_facts import facts as kernel_facts
 from localllm_catalog import quants
 from localllm_catalog.types import Model, Variant
-from localllm_records import dataclass
 
 # Bandwidth of system memory next to a card, if unknown.
 ASSUMED_BANDWIDTH_GBPS = 20.0

@@ -13,7 +13,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from localllm.planner.kernel_facts import facts
 from localllm.planner.types import Range
 from localllm_backends import registry
 from localllm_catalog.types import Variant
-from localllm_records import dataclass
 
 FILE = Path(__file__).with_name("efficiency.toml")
 _PARTS_FILE = Path(__file__).with_name("parts.toml")

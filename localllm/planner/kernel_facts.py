@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
-
-from localllm_records import dataclass
 
 FILE = Path(__file__).with_name("kernels.toml")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -15,7 +16,6 @@ from localllm.planner.kernel_facts import facts
 from localllm.planner.types import Workload, backend_of
 from localllm_catalog import quants
 from localllm_catalog.types import Model, Variant
-from localllm_records import dataclass
 
 Keys = tuple[str, ...]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -20,7 +21,6 @@ from localllm.planner.types import RunSettings, backend_of
 from localllm_backends.placement import Placement
 from localllm_catalog import quants
 from localllm_catalog.types import Model, Variant
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

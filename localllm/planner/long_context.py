@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from localllm.device.types import Device
@@ -13,7 +13,6 @@ from localllm.planner.recommend import recommend
 from localllm.planner.starting_settings import Overrides
 from localllm.planner.types import Plan, Workload
 from localllm_catalog.types import Model
-from localllm_records import dataclass
 
 _KV_TYPES = ("f16", "q8_0", "q4_0")
 _MODELS_SHOWN = 5

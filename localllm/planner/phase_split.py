@@ -13,14 +13,13 @@ those of speed.py, and KV bytes those of kv_sizes.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
 from localllm.planner import cluster, kv_sizes, speed
 from localllm.planner.cluster import Link, Share
 from localllm.planner.types import Range, RunSettings, backend_of
 from localllm_catalog.types import Model, Variant
-from localllm_records import dataclass
 
 # Tokens of a block of KV on the wire.
 BLOCK_TOKENS = 256

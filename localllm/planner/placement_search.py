@@ -15,7 +15,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
 
@@ -27,7 +27,6 @@ from localllm.planner import layer_bytes, memory, speed
 from localllm.planner.types import USUAL, MemoryNeed, RunSettings
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
-from localllm_records import dataclass
 
 # If the KV's share of all bytes is below this, moving it off the card is not tried.
 _MIN_KV_SHARE = 0.05

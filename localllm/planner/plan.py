@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -47,7 +47,6 @@ from localllm.planner.types import (
     backend_of,
 )
 from localllm_catalog.types import Model, Variant
-from localllm_records import dataclass
 
 # Prompts longer than this get a prefill speed of their own for the time to the first token. The
 # published prefill figure is for at most this length.
@@ -57,6 +56,7 @@ _PREFILL_PROMPT_TOKENS = 2048
 _EQUALLY_FAST_SHARE = 0.97
 # A drafter that was not requested must promise this gain at the upper end of its range.
 _MIN_DRAFT_GAIN = 1.1
+
 
 _UNKNOWN = MemoryNeed(0, 0, 0, 0, 0, 0, 0)
 

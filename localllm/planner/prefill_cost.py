@@ -17,6 +17,7 @@ host. Coefficients: efficiency.toml. Units: seconds, bytes and tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 from localllm.planner import efficiency, kernels
@@ -34,7 +35,6 @@ from localllm.planner.kernel_facts import facts as kernel_facts
 from localllm.planner.types import DEFAULT_BATCH
 from localllm_backends import registry
 from localllm_catalog.types import Layer, Model, Variant
-from localllm_records import dataclass
 
 # Float32 elements of a token that a layer's kernels read and write apart from its matrices
 # (llama.cpp's graphs). The hidden vector counts 12 times: two norms, two residual sums, two

@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
 
 from localllm_catalog import quants
 from localllm_catalog.types import Model, Purpose, Quality, Variant
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

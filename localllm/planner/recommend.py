@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 
@@ -44,7 +44,6 @@ from localllm.planner.types import (
 )
 from localllm_backends import registry
 from localllm_catalog.types import Model, Variant
-from localllm_records import dataclass
 
 MAX_PICKS = 8
 _MAX_LOST_POINTS = 3.0

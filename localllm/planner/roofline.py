@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from operator import itemgetter
 
@@ -11,7 +12,6 @@ from localllm.device.types import Device
 from localllm.planner import efficiency
 from localllm.planner.bytes_per_token import streamed
 from localllm.planner.types import Plan
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from localllm.formatting import span
 from localllm.planner.types import Plan, Workload
 from localllm_catalog.types import Model, Purpose
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from localllm.device.types import Device
@@ -18,7 +18,6 @@ from localllm.planner.bytes_per_token import streamed
 from localllm.planner.types import USUAL, Range, RunSettings, backend_of
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
-from localllm_records import dataclass
 
 ASSUMED_DISK_BYTES_S = 1.5e9
 _Z = 1.28  # 10th to 90th percentile

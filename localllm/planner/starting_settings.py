@@ -7,7 +7,7 @@ plan.py then settles the KV type, the step size and the placement of layers by w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from localllm.device.accelerators import KINDS
@@ -29,7 +29,6 @@ from localllm.planner.types import (
 )
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
-from localllm_records import dataclass
 
 # Windowed caches and recurrent states cost memory per sequence, so those models get fewer sequences
 # by default.

@@ -3,7 +3,7 @@ Frozen and serialisable."""
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from localllm.memory.verdict import Fits
@@ -11,7 +11,6 @@ from localllm_backends import registry
 from localllm_backends.declaration import Declaration
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Purpose, Variant
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

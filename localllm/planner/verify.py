@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from localllm.device.types import Device
 from localllm.planner import speed
 from localllm.planner.speed import Measured
 from localllm.planner.types import Range
-from localllm_records import dataclass
 
 SHORTFALL = 0.30
 

@@ -7,12 +7,12 @@ import array
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.quants.source import matrices, target_bits
 from localllm_catalog import quants
 from localllm_catalog.gguf import GgufHeader, SkippedArray, TensorInfo, Value
-from localllm_records import dataclass
 
 # Q2_K is stored with 2.6 bits a weight and Q3_K with 3.4; a mixture has at least the bits of its
 # base type.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import dataclass
 
 from localllm.quants.source import matrices, target_bits
 from localllm_catalog import quants
 from localllm_catalog.gguf import GgufHeader
-from localllm_records import dataclass
 
 _BLOCK = re.compile(r"blk\.\d+\.")
 

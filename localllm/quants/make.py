@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from localllm import __version__, paths
@@ -25,7 +25,6 @@ from localllm.quants.process import BackendProgram
 from localllm.quants.source import QuantSource
 from localllm_backends import registry
 from localllm_backends.contract import QuantizeOrder
-from localllm_records import dataclass
 
 _PROGRESS_S = 0.25
 # Share of the result's size that must stay free on the disk in addition.

@@ -6,7 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import fmean, stdev
@@ -14,7 +14,6 @@ from typing import Any
 
 from localllm.quants.process import BackendProgram
 from localllm_backends.contract import LoadSpec
-from localllm_records import dataclass
 
 BLOCK_TOKENS = 512
 # Without a number of blocks, measuring ends when the error of the KL divergence (or of the

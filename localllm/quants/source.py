@@ -4,6 +4,7 @@ place."""
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from localllm import paths
@@ -14,7 +15,6 @@ from localllm.library.types import LocalModel
 from localllm_catalog import quants
 from localllm_catalog.gguf import GgufHeader, TensorInfo
 from localllm_catalog.names import without_quant
-from localllm_records import dataclass
 
 # F32, F16, BF16 and Q8_0 have at least this many bits a weight.
 _EXACT_BITS = 8.0

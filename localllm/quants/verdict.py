@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from localllm.errors import ModelFileError
 from localllm.library import names, store
 from localllm.library.catalog import read_header
@@ -12,7 +14,6 @@ from localllm.quants.source import read_source, target_bits
 from localllm_catalog import quants
 from localllm_catalog.gguf import GgufHeader
 from localllm_catalog.names import without_quant
-from localllm_records import dataclass
 
 # A file that loses more than this many times the loss of its quant elsewhere has a fault. Twelve
 # healthy quants of SmolLM2-135M lose 0.2 to 2.3 times as much (tests/quants/test_quality.py).

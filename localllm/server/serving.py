@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -66,7 +66,6 @@ from localllm.server.models.served import ModelDefaults, ModelStore
 from localllm.server.models.unloading import KeepAlive
 from localllm.server.sleep_inhibitor import SleepInhibitor
 from localllm.server.warming import Warming
-from localllm_records import dataclass
 
 log = logging.getLogger("localllm.server")
 # Response header: what was left out of the conversation.

@@ -15,7 +15,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -30,7 +30,6 @@ from localllm.server.generation.prompt import wants_bos
 from localllm.server.http.accounts import caller, salt_of
 from localllm.server.http.client_signs import SIGNS
 from localllm.server.models.router import ModelRouter, ServedModel
-from localllm_records import dataclass
 
 log = logging.getLogger("localllm.server")
 _MAX_KEPT = 16

@@ -6,6 +6,7 @@ import plistlib
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.service.types import (
@@ -18,7 +19,6 @@ from localllm.service.types import (
     write_all,
 )
 from localllm.service.types import call as run_program
-from localllm_records import dataclass
 
 LABEL = "org.localllm.serve"
 # launchctl(1): exit codes for a service that does not exist, and for one that is still stopping

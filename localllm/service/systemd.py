@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localllm.errors import UsageError
@@ -22,7 +22,6 @@ from localllm.service.types import (
     write_all,
 )
 from localllm.service.types import call as run_program
-from localllm_records import dataclass
 
 SERVICE = f"{NAME}.service"
 SOCKET = f"{NAME}.socket"

@@ -15,13 +15,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 from localllm import paths
 from localllm.errors import LocalLLMError
-from localllm_records import dataclass
 
 NAME = "localllm"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -21,7 +22,6 @@ from localllm.service.types import (
     write_all,
 )
 from localllm.service.types import call as run_program
-from localllm_records import dataclass
 
 # winerror.h: SCHED_S_TASK_RUNNING, and the code of a task that has not run yet.
 _NO_EXIT_CODE = (0x41301, 0x41303)

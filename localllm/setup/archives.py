@@ -13,13 +13,13 @@ import struct
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from localllm.setup.builds import SetupError
 from localllm.setup.host import Version
-from localllm_records import dataclass
 
 _WANTED = re.compile(
     r"(lib[\w.+-]+\.so(\.\d+){0,3}|lib[\w.+-]+\.dylib|[\w.+-]+\.dll|LICENSE[\w.-]*)", re.ASCII

@@ -16,6 +16,7 @@ import math
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from localllm.device.backend_view import ask_build
 from localllm.device.probes import programs
 from localllm.device.probes.programs import ProgramAnswers
 from localllm.device.types import Device
-from localllm_records import dataclass
 
 # Builds run model files of this kind, regardless of the backend.
 ENGINE = "gguf"

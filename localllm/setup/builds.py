@@ -19,14 +19,13 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 from localllm import json_store, paths
 from localllm.device.probes import read_text
 from localllm.errors import LocalLLMError, NotFoundError, UsageError
-from localllm_records import dataclass
 
 
 class SetupError(

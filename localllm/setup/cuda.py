@@ -13,6 +13,7 @@ From PTX, the driver compiles code for any newer GPU at the first start.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from localllm.device.types import Device
 from localllm.setup.builds import SetupError
@@ -28,7 +29,6 @@ from localllm.setup.steps import (
     minutes,
     wheel,
 )
-from localllm_records import dataclass
 
 _CUDA_13 = f"{TOOLKIT}/nvidia/cu13"
 _CODE: tuple[Version, ...] = ((6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0))

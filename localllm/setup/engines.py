@@ -10,6 +10,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from localllm.device.library_facts import architectures_of, library_in, version_
 from localllm.setup import builds
 from localllm.setup.builds import Build
 from localllm.setup.host import installed_version
-from localllm_records import dataclass
 
 _BREW = ("/opt/homebrew/lib", "/usr/local/opt/llama.cpp/lib", "/home/linuxbrew/.linuxbrew/lib")
 

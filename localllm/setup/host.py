@@ -12,11 +12,10 @@ import platform
 import re
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from localllm.device.probes import nvidia, read_text, run
 from localllm.device.types import Device
-from localllm_records import dataclass
 
 Version = tuple[int, int]
 # Cores for compilation, if a device's row does not list them.

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from localllm.device.types import Device
 from localllm.setup import cuda
 from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost, Version, version_of
-from localllm_records import dataclass
 
 TAG = re.compile(r"latest|v\d{1,4}(\.\d{1,4}){1,3}|b\d{3,7}")
 _POINTER = "nightly-tag.txt"

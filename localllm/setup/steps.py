@@ -6,12 +6,11 @@ They do no I/O, so a recipe can be shown before it runs.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localllm.device.types import Accelerator
 from localllm.setup.host import BuildHost
-from localllm_records import dataclass
 
 # Placeholder for the build's folder, which is known only when the build is made.
 FOLDER = "{build}"

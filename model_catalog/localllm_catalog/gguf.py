@@ -14,7 +14,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
 
@@ -23,7 +23,6 @@ from localllm_catalog.errors import BadHeaderError, PartialFileError
 from localllm_catalog.file_signs import other_kind
 from localllm_catalog.names import split_parts
 from localllm_catalog.quants import GGUF_TYPE_BY_ID, REMOVED_TYPE_IDS, tensor_bytes
-from localllm_records import dataclass
 
 # Real headers have 2-20 MB (a tokenizer of 262,144 tokens with merges), about 60 keys, and up to
 # 2,000 tensors.

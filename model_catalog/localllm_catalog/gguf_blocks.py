@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from localllm_catalog.gguf import GgufHeader, TensorInfo
 from localllm_catalog.gguf_facts import Facts
-from localllm_records import dataclass
 
 BLOCK_TENSOR = re.compile(r"blk\.([0-9]{1,6})\.(.+)")
 

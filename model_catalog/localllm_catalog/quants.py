@@ -9,11 +9,11 @@ convert.py, utils.py).
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
 from localllm_catalog.errors import BadHeaderError, CatalogError
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

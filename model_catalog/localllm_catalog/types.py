@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from localllm_catalog.names import FOLDER_FORMATS, Format
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm_catalog.layers.mixer import Mixer

@@ -18,7 +18,7 @@ from support.until import until
 LIKE_WINDOWS = Path(__file__).parent / "windows_like"
 _IMPORT_ALL = """
 import importlib, pkgutil, sys
-for name in ("localllm", "localllm_tui", "localllm_catalog", "localllm_backends", "localllm_records"):
+for name in ("localllm", "localllm_tui", "localllm_catalog", "localllm_backends"):
     for module in pkgutil.walk_packages(importlib.import_module(name).__path__, name + "."):
         if not module.name.endswith("__main__") and ".mlx" not in module.name:
             importlib.import_module(module.name)

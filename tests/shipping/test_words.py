@@ -103,7 +103,7 @@ def test_every_page_is_two_links_away() -> None:
     assert {page for page in PAGES if page.name != "README.md"} <= first | second
 
 
-PACKAGES = ["localllm", "localllm_records", "backends", "model_catalog", "tui"]
+PACKAGES = ["localllm", "backends", "model_catalog", "tui"]
 CODE = [
     "",
     "localllm",

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("localllm", "localllm_records", "backends", "model_catalog", "tui")
+ROOMS = ("localllm", "backends", "model_catalog", "tui")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 _BRANCHES = (

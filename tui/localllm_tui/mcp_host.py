@@ -9,11 +9,10 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.errors import LocalLLMError
-from localllm_records import dataclass
 from localllm_tui import mcp_relay
 from localllm_tui.control.interfaces import ToolSpec
 from localllm_tui.mcp_relay import MAX_LINE_BYTES

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from textual.message import Message
 from textual.widget import Widget
-
-from localllm_records import dataclass
 
 
 @dataclass

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec, LoraAdapter
 from localllm_backends.llamacpp.native import log, start_native
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import ctypes
 import sys
 from bisect import bisect
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ from localllm_backends.llamacpp.native import (
     start_native,
 )
 from localllm_backends.probe_process import print_answers
-from localllm_records import dataclass
 
 _SCRATCH_BYTES = 64 * 1024  # for the descriptions of a few tensors without data
 _CELLS = 256  # llama.cpp pads each context to a multiple of this

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import struct
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from localllm_backends.contract import LoadError
 from localllm_backends.llamacpp.gguf_header import NativeHeader
-from localllm_records import dataclass
 
 _LARGEST_BYTES = 4 << 30
 _LONGEST_NAME_BYTES = 256

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -23,7 +23,6 @@ from localllm_backends.contract import BackendFailure, KvType, LoadSpec
 from localllm_backends.llamacpp.context import served_context, trial_context
 from localllm_backends.llamacpp.devices import accelerators
 from localllm_backends.llamacpp.native import log, start_native
-from localllm_records import dataclass
 
 # With a fast kernel, a quantised type is within 10 % of f16 at this depth (two CPU cores, SmolLM2,
 # q8_0 and q4_0). Without one it takes several times as long. Ratios between are noise of a shared

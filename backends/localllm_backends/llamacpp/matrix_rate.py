@@ -21,13 +21,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from localllm_backends.llamacpp.native import bindings, start_native
 from localllm_backends.llamacpp.threads import usable_cores
 from localllm_backends.probe_process import print_answers
-from localllm_records import dataclass
 
 # Repeat products for this many seconds, and at least this often. The best time counts.
 _SECONDS = 0.1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from mlx_lm.utils import load_adapters
 
 from localllm_backends.contract import LoadError, LoraAdapter
 from localllm_backends.plain_files import check_plain_files
-from localllm_records import dataclass
 
 # The attribute of a LoRA layer that holds the layer it changes.
 _INNER = ("linear", "embedding")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -44,7 +44,6 @@ from localllm_backends.mlx.split_attention import can_split
 from localllm_backends.mlx.stepping import WHOLE_TOKENS, Stepper
 from localllm_backends.mlx.vocabulary import MlxVocabulary
 from localllm_backends.shared_behaviour import OwnedBackend, owner_only
-from localllm_records import dataclass
 
 # Tokens that a recurrent model with draft heads can take back by default. Few drafts are longer.
 _DRAFT_REWIND = 3

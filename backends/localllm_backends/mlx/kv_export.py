@@ -13,7 +13,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -25,7 +25,6 @@ from localllm_backends.mlx.attention import Attention
 from localllm_backends.mlx.sequence_cache import SequenceCache
 from localllm_backends.mlx.shapes import Shapes
 from localllm_backends.mlx.stepping import Stepper
-from localllm_records import dataclass
 
 # Changes with the bytes that `KvExport` writes, and with the meaning of the arrays in them.
 KV_LAYOUT = "mlx blocks 1"

@@ -4,6 +4,7 @@ values."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -12,7 +13,6 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from localllm_backends.contract import LoadError
 from localllm_backends.mlx.attention import Attention, RowOffsets, phase_of
 from localllm_backends.mlx.kv_format import KvFormat
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

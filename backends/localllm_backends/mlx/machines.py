@@ -17,11 +17,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from localllm_backends.contract import OtherMachineError
-from localllm_records import dataclass
 
 Frame = dict[str, Any]
 HINT = (

@@ -4,7 +4,7 @@ and hidden rows."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from localllm_backends.contract import Chunk, StepError, StepResult
 from localllm_backends.mlx.sampling import UNSURE, DeviceTokens
 from localllm_backends.mlx.sequence_cache import SequenceCache
-from localllm_records import dataclass
 
 # The model's hidden row of a token: an array [sequences, tokens, width] and the indices of the row.
 HiddenRow = tuple[Any, int, int]

@@ -9,6 +9,7 @@ requests with the same stages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -17,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec, SeenTokens
-from localllm_records import dataclass
 
 UNSURE = -1
 # Fewest tokens that are ranked. top_k is rounded up to a power of two, so that few functions are

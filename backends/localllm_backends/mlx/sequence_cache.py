@@ -9,7 +9,7 @@ few arrays that each step replaces.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -31,7 +31,6 @@ from localllm_backends.mlx.shared_prefix import (
     positions_of,
     uses_shared,
 )
-from localllm_records import dataclass
 
 # A new batch copies its rows, and waits for the copies each time they reach this size.
 _COPIED_AT_ONCE_BYTES = 2**28

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -11,7 +12,6 @@ import mlx.core as mx
 from localllm_backends.contract import KvType
 from localllm_backends.mlx.layout import Layout, arrays_of
 from localllm_backends.mlx.sequence_cache import SequenceCache
-from localllm_records import dataclass
 
 
 @dataclass

@@ -4,7 +4,7 @@ early start of the next step."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -22,7 +22,6 @@ from localllm_backends.mlx.sequence_cache import (
     row_of_state,
 )
 from localllm_backends.mlx.shared_prefix import cells_used
-from localllm_records import dataclass
 
 # Longest chunk for which all logit rows are computed. A longer one is split, so that logits are
 # computed only for the outputs. (mlx-lm computes a prompt's last token separately for the same

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from localllm_backends.mlx.files import weight_files
-from localllm_records import dataclass
 
 # The same limit as in llama.cpp: with more tokens, the attention of a vision encoder takes
 # gigabytes per picture.

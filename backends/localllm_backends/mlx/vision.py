@@ -13,7 +13,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +51,6 @@ from localllm_backends.mlx.towers import (
     unsupported_reason,
 )
 from localllm_backends.shared_behaviour import media_of, owner_only
-from localllm_records import dataclass
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # Number of images whose layout is cached, because the prompt is laid out again in every turn.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import typer
@@ -14,7 +14,6 @@ from localllm.cli.chat import engines
 from localllm.conversation.history import ConversationSummary, History
 from localllm.errors import NotFoundError, UsageError
 from localllm.settings import Settings
-from localllm_records import dataclass
 from localllm_tui.control.answering import AnswerStream, PendingAnswer
 from localllm_tui.control.attachments import with_files
 from localllm_tui.control.chat_options import ChatOptions

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -18,7 +18,6 @@ from localllm.foreign_json import MalformedError
 from localllm.model_names import NameTable, Rule, find
 from localllm.setting_table import LOADING
 from localllm.settings import Settings
-from localllm_records import dataclass
 from localllm_tui.control.interfaces import ChatEngine, EngineProgress
 
 # A server on this machine answers within milliseconds. A remote machine may have to wake up.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +12,6 @@ import typer
 from localllm.cli.commands.shared import Json, print_json, table
 from localllm.library.catalog import load_catalog
 from localllm.plain_output import print_lines
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from importlib import metadata

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,7 +18,6 @@ import httpx
 
 from localllm.cli.editors.recipes import ClientTarget, Probe
 from localllm.errors import BackendError
-from localllm_records import dataclass
 
 _HI = [{"role": "user", "content": "Say hi."}]
 _ASK = [{"role": "user", "content": "Write a note that says hi."}]

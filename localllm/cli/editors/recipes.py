@@ -12,14 +12,13 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from localllm.errors import NotFoundError
-from localllm_records import dataclass
 
 Probe = Literal["models", "chat", "tools", "responses", "anthropic", "ollama", "fim"]
 # The shell for printed commands. sh covers all shells with POSIX quoting, and fish.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from localllm.planner.starting_settings import Overrides
 from localllm.planner.types import Plan, Recommendation, Workload
 from localllm_catalog.catalog import Catalog
 from localllm_catalog.types import Model
-from localllm_records import dataclass
 
 _PICKS = 8
 

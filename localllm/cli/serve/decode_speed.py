@@ -7,14 +7,13 @@ import hashlib
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from localllm import json_store, paths
 from localllm.server.models.router import ModelRouter
 from localllm.server.models.worker import ModelWorker
-from localllm_records import dataclass
 
 # The factor of the time per step if the speed falls by a fifth.
 SLOWER = 1.25

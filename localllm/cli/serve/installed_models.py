@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -22,7 +22,6 @@ from localllm.library.types import LocalModel
 from localllm.load.candidates import variant_choice
 from localllm.model_names import Rules
 from localllm.server.models.served import ServedModel, StoreProgress
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm.library.transfer import DownloadProgress

@@ -12,7 +12,7 @@ aliases = ["claude-*", "gpt-*"]
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from localllm.cli.serve.config_tables import named_tables, read_table
@@ -20,7 +20,6 @@ from localllm.engine.messages import MAX_TOKENS, SAMPLING_RANGES
 from localllm.model_names import NameTable, Rule, find
 from localllm.setting_table import LOADING, Value
 from localllm.settings import checked, setting
-from localllm_records import dataclass
 
 # Defaults for requests that omit these fields, with the names and ranges of the request fields.
 _SAMPLED = tuple(name for name, allowed in SAMPLING_RANGES.items() if allowed.preset)

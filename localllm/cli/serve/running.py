@@ -7,13 +7,12 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from localllm import json_store, paths
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm.server.http.settings import ServerSettings

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from localllm.conversation.reply import CallReader, Drop
 from localllm.errors import UnsupportedError
 from localllm.grammars.trigger import GrammarTrigger as GrammarTrigger
-from localllm_records import dataclass
 
 Tool: TypeAlias = Mapping[str, Any]
 """A function as clients offer it: `{"type": "function", "function": {"name": …, "parameters": …}}`.

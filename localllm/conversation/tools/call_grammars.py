@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from localllm.conversation.tools.base import Grammar, NamedSchemas
@@ -22,7 +23,6 @@ from localllm.conversation.tools.lark import (
 )
 from localllm.conversation.tools.schemas import kind_of_option, names_all, options_of, parameters
 from localllm.conversation.tools.values import SpelledValues, Spelling
-from localllm_records import dataclass
 
 # Placeholders in the texts of a TagGrammar: the name of a function or parameter, any number, and
 # the JSON type of a value.

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from localllm.conversation.tools.base import Tool, parameters_of
 from localllm.errors import RequestError, UnsupportedError
-from localllm_records import dataclass
 
 # For models whose template has no tools: Hermes' instruction, which many small models know.
 INSTRUCTION = """\

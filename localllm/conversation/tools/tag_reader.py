@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from localllm.conversation.tools.base import (
@@ -19,7 +20,6 @@ from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
 from localllm.conversation.tools.literals import literal
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.schemas import kind_of, kinds_of, parameters
-from localllm_records import dataclass
 
 RawParameter: TypeAlias = tuple[re.Match[str], str]
 """A parameter's opening and its value."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from localllm.conversation.tools.lark import any_value, in_any_order, in_order, json_value, text
 from localllm.conversation.tools.schemas import options_of, parameters
-from localllm_records import dataclass
 
 # A recursive schema would never end. At this depth, any value is allowed.
 _MAX_NESTED = 8

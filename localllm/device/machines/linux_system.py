@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from localllm.device import cpus
 from localllm.device.machines.common import (
@@ -24,7 +24,6 @@ from localllm.device.types import (
 )
 from localllm.memory.account import shared_pool
 from localllm.memory.linux import LinuxMemory, MemInfo
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

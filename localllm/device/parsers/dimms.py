@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-
-from localllm_records import dataclass
+from dataclasses import dataclass
 
 _CHANNEL_BITS = 64
 # A memory controller with its own name in firmware ("Controller0-ChannelA": Intel since Alder Lake)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from localllm.device.parsers import decimal, from_json, hexadecimal, integer, key_values
 from localllm.device.types import Readings
-from localllm_records import dataclass
 
 AMD_VENDOR = 0x1002
 

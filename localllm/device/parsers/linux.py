@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from localllm.device.parsers import integer, key_values
 from localllm.device.parsers.dimms import Ram, Stick, ram_of
 from localllm.device.types import Readings
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from localllm.device.parsers import from_json, integer, key_values
 from localllm.memory.macos import available_bytes
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from localllm.device.parsers import decimal
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

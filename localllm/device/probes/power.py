@@ -5,10 +5,10 @@ from __future__ import annotations
 import glob
 import re
 import time
+from dataclasses import dataclass
 
 from localllm.device.parsers import power
 from localllm.device.probes import nvidia, read_text
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

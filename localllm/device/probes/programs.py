@@ -12,9 +12,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
-
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
@@ -63,7 +63,6 @@ from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.tokens import Tokens
 from localllm.paths import regular_files
 from localllm_backends.contract import Backend
-from localllm_records import dataclass
 
 # The result of a block's write, or of its file's removal.
 Outcome = Literal["written", "failed", "removed", "deferred"]

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -31,7 +31,6 @@ from localllm.engine.cache import tunables
 from localllm.engine.step_costs import PROMPT_STEP_S
 from localllm.engine.tokens import Tokens
 from localllm_backends.contract import Capabilities, ModelInfo
-from localllm_records import dataclass
 
 # Room for a block: available, available after pending writes, or not available.
 Space = Literal["free", "pending", "full"]

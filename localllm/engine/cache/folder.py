@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ from localllm import paths
 from localllm.engine.cache import tunables
 from localllm.engine.cache.eviction import StoredFile
 from localllm.engine.cache.part_files import machine_name
-from localllm_records import dataclass
 
 _COUNT_PREFIX = "written-"
 LABEL = "model.txt"

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from localllm.engine.adapters import adapted_weights
 from localllm_backends.contract import Backend, BackendFailure
-from localllm_records import dataclass
 
 # The version of the format of KV files (kv_file.py). It is part of the layout, so servers of
 # different versions use different folders and do not remove each other's files.

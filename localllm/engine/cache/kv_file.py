@@ -32,6 +32,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -44,7 +45,6 @@ from localllm.engine.cache.part_files import part_of
 from localllm.engine.cache.tree import as_tokens
 from localllm.engine.step_costs import DecayedRatio
 from localllm.engine.tokens import Tokens
-from localllm_records import dataclass
 
 _MAGIC = f"localllm-kv-{FILE_FORMAT}\n".encode()
 _HEAD = struct.Struct(f"<{len(_MAGIC)}sI?QQ")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -16,7 +16,6 @@ from localllm.engine.cache import tunables
 from localllm.engine.cache.eviction import Block, IdleSequence
 from localllm.engine.cache.tree import CachedPart, Match, PrefixCache, as_tokens, common_prefix
 from localllm.engine.tokens import Tokens
-from localllm_records import dataclass
 
 # --- shared prefixes with sequences ---------------------------------------------------------------
 

@@ -8,7 +8,7 @@ ahead of time. The owner of a restoration checks whether it is `ready`.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.matching import RestorePlan
@@ -16,7 +16,6 @@ from localllm.engine.cache.store import KvStore
 from localllm.engine.cache.tree import CachedPart
 from localllm.engine.tokens import Tokens
 from localllm_backends.contract import Backend, BackendFailure, NoCellsError
-from localllm_records import dataclass
 
 
 @dataclass

@@ -22,7 +22,7 @@ Invariants, checked by `check_integrity` and by random histories in the tests:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
@@ -36,7 +36,6 @@ from localllm.engine.cache.eviction import (
     surplus_states,
 )
 from localllm.engine.tokens import Tokens
-from localllm_records import dataclass
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ precision.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from localllm.engine.sampling.row import (
     weigh,
 )
 from localllm_backends.contract import MAX_SAMPLED_TOP_K
-from localllm_records import dataclass
 
 # The number of greatest logits to rank if top_k does not limit it. A backend draws among these.
 HEAD = MAX_SAMPLED_TOP_K

@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,7 +21,6 @@ from localllm.grammars.number_end import NumberEnd
 from localllm.grammars.reasons import why_stuck
 from localllm.limited_child import ChildLimits, LimitedChild, Stages
 from localllm_backends.contract import Backend
-from localllm_records import dataclass
 
 _NO_WORD = "\x02"
 # For each byte of a mask, the maximum logits of its eight tokens: inf if the bit is set, else

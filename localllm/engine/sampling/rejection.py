@@ -10,10 +10,10 @@ Source: Leviathan et al., arXiv 2211.17192, theorem 3.5 and appendix A.1; Chen e
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
-
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

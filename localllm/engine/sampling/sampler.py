@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from localllm.engine.sampling.penalties import Penalties, TokenBytes
 from localllm.engine.sampling.rejection import Distribution, rejection_sample
 from localllm.engine.sampling.row import GreatestLogits, Row, base_of, block_sums, buffer, weigh
 from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

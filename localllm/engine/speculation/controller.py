@@ -10,11 +10,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from localllm.engine.contention import MAX_SHARE, CpuContention, Mark
 from localllm.engine.step_costs import DecayedRatio, PrefillCost, StepCost
 from localllm_backends.contract import Backend, BackendFailure, Chunk, NoCellsError
-from localllm_records import dataclass
 
 # Drafting is tried only if it promises at least this speedup. It may slow no stream below _FLOOR.
 _WORTH = 1.03

@@ -8,7 +8,7 @@ does not prefill a token twice either.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Self
 
 from localllm.engine.cache.matching import PromptMatch
@@ -20,7 +20,6 @@ from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.speculation import Drafter, Drafts, longest_draft
 from localllm.engine.tokens import salted
 from localllm_backends.contract import Backend, BackendFailure, Chunk, StepResult
-from localllm_records import dataclass
 
 # Vocabularies may differ by this many padding tokens at their ends, as in llama.cpp
 # (common/speculative.cpp).

@@ -9,13 +9,13 @@ pointer was right, so the acceptance rate is known without verifying a draft.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.speculation.controller import HitRates
 from localllm.engine.tokens import TokenBuffer
-from localllm_records import dataclass
 
 _SEPARATOR = -1
 # Longer matches count as this long, because they are equally reliable.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from localllm.engine.contention import CpuContention
@@ -29,7 +29,6 @@ from localllm.engine.speculation.stream_drafts import (
 from localllm.engine.speculation.trials import PATIENCE_TOKENS, BackOff, DrafterAccount
 from localllm.engine.step_costs import PrefillCost, StepCost
 from localllm_backends.contract import Backend, BackendFailure
-from localllm_records import dataclass
 
 # Acceptance rate of text that a grammar forces: the model nearly always follows it token by token.
 _FORCED_RATE = 0.95

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from localllm.engine.speculation.controller import DraftCandidate, recent_gain
 from localllm.engine.speculation.ngram import PromptLookup
 from localllm.engine.speculation.trials import BackOff
 from localllm.engine.step_costs import DecayedRatio
-from localllm_records import dataclass
 
 # Readers notice a long step as a pause. So a lookup draft may lengthen a step only if the drafts of
 # this stream have saved enough time: the stream must stay faster by this factor even if only very

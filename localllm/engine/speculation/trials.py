@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from localllm.engine.speculation.controller import FAST_DECAY, PRIOR_WEIGHT, SLOW_DECAY
 from localllm.engine.step_costs import DecayedRatio
-from localllm_records import dataclass
 
 
 class Acceptance:

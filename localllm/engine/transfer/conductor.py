@@ -19,7 +19,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from localllm.engine.transfer.fetching import FetchedBlock, KvFetch, WantedKv
 from localllm.engine.transfer.peer import KvPeer
 from localllm.engine.transfer.wire import BLOCK_TOKENS
 from localllm_backends.contract import Backend, BackendFailure, NoCellsError
-from localllm_records import dataclass
 
 # tokens. A shorter rest of a prompt is always computed here.
 _LEAST_TOKENS = BLOCK_TOKENS

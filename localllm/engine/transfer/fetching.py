@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from localllm.engine.cache.identity import KvIdentity
@@ -21,7 +21,6 @@ from localllm.engine.tokens import Tokens
 from localllm.engine.transfer import frames, wire
 from localllm.engine.transfer.errors import TransferError
 from localllm.engine.transfer.peer import KvAnswer, KvPeer
-from localllm_records import dataclass
 
 _MOST_WAITING = 3
 # While streams decode, the thread rests this many times as long as a piece took, at most `_REST_S`.

@@ -7,14 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from localllm.engine.step_costs import PrefillCost
 from localllm.engine.transfer import frames, wire
 from localllm.engine.transfer.errors import BadFrameError, TransferError
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     import httpx

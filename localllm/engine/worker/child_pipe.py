@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar
 
 from localllm.errors import (
@@ -28,7 +29,6 @@ from localllm_backends.contract import (
     OutOfMemoryError,
     UnusableEngineError,
 )
-from localllm_records import dataclass
 
 Message = dict[str, Any]
 # How long the process may take to end after its input has ended: it may have gigabytes to write.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +26,6 @@ from localllm.engine.worker.supervisor import HANG_S, HearKv
 from localllm.engine.worker.supervisor import EngineClient as EngineClient
 from localllm.memory.guard import Available, check_before_load
 from localllm_backends.contract import LoadSpec, MemoryReport
-from localllm_records import dataclass
 
 log = logging.getLogger("localllm.server")
 

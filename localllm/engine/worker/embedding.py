@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from localllm.engine.worker.pipe import JsonProcess
 from localllm.engine.worker.supervisor import HANG_S, EngineClient
 from localllm.memory.guard import Available, check_before_load
 from localllm_backends.contract import LoadError
-from localllm_records import dataclass
 
 # Options that are not sent to the worker.
 _NOT_SENT = ("log_path", "planned_bytes", "headroom_bytes", "hang_s")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
@@ -22,7 +23,6 @@ from typing import Any, TypeAlias, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from localllm.errors import RequestError, UnsupportedError
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

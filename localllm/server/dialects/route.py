@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -30,7 +30,6 @@ from localllm.server.http.json_body import process_body, read_json
 from localllm.server.http.streaming import KeptStream, StreamGoneError, respond_unless_disconnected
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Server, TranslatedRequest
-from localllm_records import dataclass
 
 # The description of paths that count a prompt's tokens.
 COUNT = "Count the tokens of the prompt"

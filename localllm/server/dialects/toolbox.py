@@ -7,7 +7,7 @@ takes text instead of arguments; it becomes a function with one string."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic_core import from_json
@@ -16,7 +16,6 @@ from localllm.conversation.tools.base import Tool
 from localllm.conversation.tools.prompt import Choice, checked, choice_of, narrowed
 from localllm.conversation.tools.regular import regular
 from localllm.errors import RequestError
-from localllm_records import dataclass
 
 INPUT = "input"
 """The name of a custom tool's only argument."""

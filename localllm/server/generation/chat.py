@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, TypeAlias
 
@@ -35,7 +35,6 @@ from localllm.server.http.kv_servers import kv_servers
 from localllm.server.http.recent import RecentlyUsed
 from localllm.server.models.router import ServedModel
 from localllm_backends.control_text import control_texts
-from localllm_records import dataclass
 
 # The answer gets at most 1/`_ANSWER_SHARE` of the context, or less if `max_tokens` is smaller.
 # Agents request 32,000 tokens whatever the context is.

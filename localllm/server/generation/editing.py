@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from localllm.conversation.context_edits import (
@@ -13,7 +14,6 @@ from localllm.conversation.context_edits import (
     clear_tool_results,
     tool_uses,
 )
-from localllm_records import dataclass
 
 Messages = Sequence[Mapping[str, Any]]
 

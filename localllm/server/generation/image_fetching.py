@@ -10,7 +10,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from localllm.errors import RequestError
 from localllm.server.http.accounts import caller
 from localllm.server.http.recent import RecentlyUsed
 from localllm.server.http.sockets import trusted_certificates
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     import httpx

@@ -4,7 +4,7 @@ collected, and how it ended."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from localllm.conversation.context_edits import AppliedEdit
@@ -14,7 +14,6 @@ from localllm.conversation.summary import Summary
 from localllm.conversation.tools.base import GrammarTrigger
 from localllm.engine.messages import Generation, SharedPrefix, Timings, TokenLogprob, Usage
 from localllm.server.http.asgi import header_text, new_id
-from localllm_records import dataclass
 
 _MAX_NOTE_CHARS = 500
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localllm.conversation import documents, images, pdf
@@ -16,7 +16,6 @@ from localllm.errors import UnsupportedError
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.http.accounts import caller
 from localllm.server.http.recent import RecentlyUsed
-from localllm_records import dataclass
 
 # Child processes that run at the same time, one core each.
 _MAX_PARALLEL = 2

@@ -5,7 +5,7 @@ name, other files, prefix, suffix, middle."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -30,7 +30,6 @@ from localllm.server.generation.job import AnswerPlan, GenerationJob
 from localllm.server.http.json_body import process_body
 from localllm_backends.contract import ModelInfo
 from localllm_backends.control_text import ControlTexts, without_marks
-from localllm_records import dataclass
 
 # Template variables that a client may not set.
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")

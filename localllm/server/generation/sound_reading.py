@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from localllm.conversation import sounds
 from localllm.conversation.sounds import AttachedSound, Sound
@@ -13,7 +13,6 @@ from localllm.errors import RequestError, UnsupportedError
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.http.accounts import caller
 from localllm.server.http.recent import RecentlyUsed
-from localllm_records import dataclass
 
 # Child processes that run at the same time, one core each.
 _MAX_PARALLEL = 2

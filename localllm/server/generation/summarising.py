@@ -6,7 +6,7 @@ The prompt of the summary begins like that of the last answer and comes from the
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from localllm.conversation import context_edits
@@ -16,7 +16,6 @@ from localllm.engine.worker.client import EngineClient
 from localllm.server.generation.chat import ChatRequest, SummaryEdit, count_tokens
 from localllm.server.generation.generate import begun_prompt
 from localllm.server.generation.job import GenerationJob, Reply, WrittenSummary
-from localllm_records import dataclass
 
 # The summary has at most this share of the context, and the user's messages in it as well.
 _SUMMARY_SHARE = 4

@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import astuple, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Generic, TypeVar
 
 from localllm.errors import AuthError, LocalLLMError
 from localllm.server.http.prometheus import labels, metric
 from localllm.server.http.recent import RecentlyUsed
-from localllm_records import dataclass
 
 _MINUTE_S = 60.0
 # Retry-After for a key at its limit of parallel requests. The time when one of them ends is

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextvars import ContextVar
-
-from localllm_records import dataclass
+from dataclasses import dataclass
 
 _PRODUCT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # Products of HTTP libraries: two such requests may come from different programs.

@@ -4,7 +4,7 @@ Needs the extra `audio` (python-multipart)."""
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 
 from starlette.requests import Request
@@ -13,7 +13,6 @@ from localllm.errors import RequestError
 from localllm.server.http.errors import MediaTypeError
 from localllm.server.http.json_body import process_body, read_raw
 from localllm.server.http.settings import ServerSettings
-from localllm_records import dataclass
 
 KIND = "multipart/form-data"
 _MAX_PARTS = 64

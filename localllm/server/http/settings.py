@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,7 +12,6 @@ from localllm.addresses import is_address, is_loopback
 from localllm.errors import UsageError
 from localllm.server.http.accounts import NamedKey
 from localllm.server.http.peer_user import reports_users
-from localllm_records import dataclass
 
 # The host's name inside containers of Docker and Podman.
 _CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from localllm.engine.messages import Generation, Sampling
@@ -15,7 +15,6 @@ from localllm.engine.worker.client import EngineClient, Host
 from localllm.model_names import Rules
 from localllm.server.models.worker import ModelMetadata, ModelWorker, PlannedModel
 from localllm_backends.contract import ModelInfo
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm.conversation.template import ChatTemplate

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -19,7 +19,6 @@ from localllm.errors import BusyError, DoesNotFitError, LocalLLMError
 from localllm.formatting import gb
 from localllm.memory.verdict import has_room
 from localllm_backends.contract import LoraAdapter, ModelInfo
-from localllm_records import dataclass
 
 log = logging.getLogger("localllm.server")
 _RETRY_AFTER_S = 10

@@ -19,7 +19,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import takewhile
@@ -48,7 +48,6 @@ from localllm.server.proxy.relay import (
     until_disconnect,
 )
 from localllm.server.proxy.usage_meter import UsageMeter, meter_for
-from localllm_records import dataclass
 
 # For this many seconds after a failure, a server is tried last.
 _FAILED_S = 5.0

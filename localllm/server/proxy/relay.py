@@ -12,7 +12,7 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -27,7 +27,6 @@ from localllm.server.http.sockets import trusted_certificates
 from localllm.server.http.streaming import cancel_on_disconnect
 from localllm.server.proxy.model_list import listed
 from localllm.server.proxy.usage_meter import UsageMeter
-from localllm_records import dataclass
 
 _log = logging.getLogger(__name__)
 _CONNECT_S = 5.0

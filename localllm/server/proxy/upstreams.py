@@ -4,12 +4,11 @@ look-ups."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.errors import UnsupportedError
 from localllm.model_names import NameTable
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm.server.proxy.relay import UpstreamClient

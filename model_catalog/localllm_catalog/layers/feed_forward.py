@@ -4,11 +4,11 @@ cache."""
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from localllm_catalog.architectures import NO_CACHE
 from localllm_catalog.layers.mixer import Mixer, TableLayer, register
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm_catalog.gguf_blocks import GgufLayer

@@ -8,11 +8,10 @@ design follows vLLM's KVCacheSpec classes (https://github.com/vllm-project/vllm)
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from localllm_catalog.errors import BadCatalogError, BadHeaderError
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from fractions import Fraction

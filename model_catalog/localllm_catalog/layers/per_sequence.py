@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from localllm_catalog.architectures import MAX_TOKENS
@@ -12,7 +12,6 @@ from localllm_catalog.layers.full import Full
 from localllm_catalog.layers.indexed import Indexed
 from localllm_catalog.layers.mixer import CacheLayout, Mixer, Wrapper, register
 from localllm_catalog.layers.sliding import Sliding
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm_catalog.gguf_blocks import GgufLayer

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from localllm_catalog.errors import BadCatalogError
 from localllm_catalog.layers.mixer import Mixer, TableLayer, Widths, register
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm_catalog.gguf_blocks import GgufLayer

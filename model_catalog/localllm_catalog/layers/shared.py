@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from localllm_catalog.layers import mixer
 from localllm_catalog.layers.mixer import CacheLayout, Mixer, TableLayer, Widths, Wrapper, register
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm_catalog.gguf_blocks import GgufLayer

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from localllm_catalog.architectures import MAX_LAYERS, MAX_TOKENS
 from localllm_catalog.layers.full import Full
 from localllm_catalog.layers.mixer import CacheLayout, Mixer, TableLayer, register
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm_catalog.gguf_blocks import GgufLayer

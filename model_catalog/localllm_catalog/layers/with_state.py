@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from localllm_catalog.layers import mixer
 from localllm_catalog.layers.mixer import Mixer, Wrapper, register
 from localllm_catalog.layers.recurrent import header_state
-from localllm_records import dataclass
 
 if TYPE_CHECKING:
     from localllm_catalog.gguf_blocks import GgufLayer

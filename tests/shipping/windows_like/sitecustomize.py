@@ -12,7 +12,7 @@ import sys
 import types
 from typing import Any
 
-OURS = ("localllm", "localllm_backends", "localllm_catalog", "localllm_records", "localllm_tui")
+OURS = ("localllm", "localllm_backends", "localllm_catalog", "localllm_tui")
 # How this machine is looked at (device) and computed on (backends) stays this system's: there are
 # no others here.
 STILL_HERE = ("localllm.device", "localllm_backends", "localllm.memory")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from localllm.conversation.history import History
-from localllm_records import dataclass
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.interfaces import ChatEngine, ModelService, ToolHost
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
@@ -15,7 +15,6 @@ from localllm.addresses import is_loopback
 from localllm.errors import LocalLLMError, ServerUnreachableError, by_code
 from localllm.foreign_json import JsonPart, MalformedError, parse, well_formed
 from localllm.sse import DONE, LineBuffer, data_of
-from localllm_records import dataclass
 from localllm_tui.control.attachments import as_sent
 from localllm_tui.control.interfaces import ChatEngine
 from localllm_tui.control.physics import ModelPhysics

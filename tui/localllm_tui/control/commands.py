@@ -6,11 +6,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
 from localllm.errors import UsageError
-from localllm_records import dataclass
 from localllm_tui.control import command_actions as actions
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.comparison import compare

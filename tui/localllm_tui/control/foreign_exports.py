@@ -7,12 +7,11 @@ out and named, and its replies follow the message before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from localllm.conversation import stored_rows
 from localllm.conversation.history import StoredMessage
 from localllm.foreign_json import JsonPart, MalformedError
-from localllm_records import dataclass
 from localllm_tui.control.formatting import title_of
 
 # ChatGPT's messages with this mark are instructions of the program.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from localllm.conversation import stored_rows
 from localllm.conversation.history import History, StoredMessage
 from localllm.errors import UsageError
 from localllm.foreign_json import JsonPart, MalformedError, parse
-from localllm_records import dataclass
 from localllm_tui.control import foreign_exports
 from localllm_tui.control.foreign_exports import ForeignConversation
 from localllm_tui.control.formatting import how_many

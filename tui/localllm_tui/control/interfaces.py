@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from localllm.errors import LocalLLMError
-from localllm_records import dataclass
 
 PURPOSE_WORDS = {
     "chat": "chat",

@@ -6,11 +6,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from localllm.errors import UsageError
-from localllm_records import dataclass
 
 # The user's current activity, which decides the key hints.
 KeyContext: TypeAlias = Literal[

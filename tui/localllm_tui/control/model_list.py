@@ -8,14 +8,13 @@ import textwrap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.cells import cell_len
 
 from localllm.errors import LocalLLMError
 from localllm.formatting import byte_size, span
-from localllm_records import dataclass
 from localllm_tui.control.formatting import bar, elide
 from localllm_tui.control.interfaces import (
     InstalledModel,

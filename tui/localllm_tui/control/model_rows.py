@@ -4,9 +4,9 @@ this disk."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from localllm.formatting import byte_size
-from localllm_records import dataclass
 from localllm_tui.control.interfaces import InstalledModel, PlanChoice, PlanList
 from localllm_tui.control.model_list import (
     DISK_COLUMNS,

@@ -6,12 +6,11 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.foreign_json import JsonPart, MalformedError
 from localllm.formatting import gb, mb
-from localllm_records import dataclass
 from localllm_tui.control.formatting import bar
 from localllm_tui.control.stream_events import (
     AnswerTimings,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.conversation.lasting_facts import read_facts
 from localllm.conversation.summary import task
 from localllm.errors import LocalLLMError, UsageError
-from localllm_records import dataclass
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.session import Session, after_summary
 from localllm_tui.control.stream_events import AnswerDone, AnswerUsage, TextDelta

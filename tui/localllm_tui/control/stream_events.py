@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeAlias
-
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

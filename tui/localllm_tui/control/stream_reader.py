@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from localllm.errors import LocalLLMError, ServerUnreachableError, by_code
 from localllm.foreign_json import JsonPart, MalformedError, PieceJoiner, parse, well_formed
-from localllm_records import dataclass
 from localllm_tui.control.interfaces import ChatEngine
 from localllm_tui.control.stream_events import (
     AnswerDone,

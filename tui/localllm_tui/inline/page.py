@@ -8,6 +8,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from prompt_toolkit.application import Application
 from prompt_toolkit.buffer import Buffer
@@ -27,7 +28,6 @@ from prompt_toolkit.layout.controls import BufferControl, FormattedTextControl
 from prompt_toolkit.layout.screen import Screen
 from prompt_toolkit.widgets import SearchToolbar
 
-from localllm_records import dataclass
 from localllm_tui.control.characters import after, before
 
 # Maximum rows of an unfinished block of an answer, of the menu, and of the input.

@@ -6,6 +6,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from rich.cells import cell_len
@@ -16,7 +17,6 @@ from textual.widgets import Input, Static
 from localllm.conversation.history import ConversationSummary, History
 from localllm.conversation.history_search import SearchHit, TurnText
 from localllm.errors import LocalLLMError, UsageError
-from localllm_records import dataclass
 from localllm_tui.control import command_actions
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import ago, elide, how_many

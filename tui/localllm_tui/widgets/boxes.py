@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from rich.cells import cell_len
-
-from localllm_records import dataclass
 
 # The class of a box, which decides the gaps next to it. A "sign" is an operator with one operand.
 Kind: TypeAlias = Literal[

@@ -6,9 +6,8 @@ import html
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from localllm_records import dataclass
 from localllm_tui.control.terminal import printable
 
 _MOST_NODES = 60

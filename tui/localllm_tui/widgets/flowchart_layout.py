@@ -7,10 +7,10 @@ reversed, and nodes near the middle of their neighbours.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.cells import cell_len
 
-from localllm_records import dataclass
 from localllm_tui.widgets.canvas import Canvas
 from localllm_tui.widgets.flowchart import ChartEdge, ChartNode, Flowchart
 

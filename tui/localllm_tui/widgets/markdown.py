@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from markdown_it import MarkdownIt
@@ -18,7 +18,6 @@ from markdown_it.tree import SyntaxTreeNode
 from rich.style import Style
 from rich.text import Text
 
-from localllm_records import dataclass
 from localllm_tui.widgets.code import highlighted
 from localllm_tui.widgets.formulas import as_lines, as_unicode, with_formulas
 from localllm_tui.widgets.mermaid import diagram_rows

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
-
-from localllm_records import dataclass
 
 # Required by `Text.wrap`, although it has no effect in our use.
 _CONSOLE = Console(width=80)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.cells import cell_len
 
-from localllm_records import dataclass
 from localllm_tui.control.terminal import printable
 from localllm_tui.widgets.canvas import Canvas
 

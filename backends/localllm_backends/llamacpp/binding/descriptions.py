@@ -12,10 +12,8 @@ A type is described by the name of a basic type ("int32_t", "bool", "enum", "voi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
-
-from localllm_records import dataclass
 
 Type: TypeAlias = Any
 

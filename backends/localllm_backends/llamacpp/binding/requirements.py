@@ -7,8 +7,9 @@ required. Functions may have several spellings in a library (cxx_names.py). Fiel
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from localllm_backends.llamacpp.binding.descriptions import WantedNames
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

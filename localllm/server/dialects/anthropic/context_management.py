@@ -10,6 +10,7 @@ of the `anthropic` package."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -28,7 +29,6 @@ from localllm.server.generation.chat import SummaryEdit
 from localllm.server.generation.job import WrittenSummary
 from localllm.server.http.accounts import caller
 from localllm.server.sealed_text import seal, unseal
-from localllm_records import dataclass
 
 TOOL_USES = "clear_tool_uses_20250919"
 THINKING = "clear_thinking_20251015"

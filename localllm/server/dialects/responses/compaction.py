@@ -9,7 +9,7 @@ of the summary begins like that of the last answer and comes from the cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,6 @@ from localllm.server.http.asgi import new_id
 from localllm.server.models.router import ServedModel
 from localllm.server.sealed_text import seal, unseal
 from localllm.server.serving import Server
-from localllm_records import dataclass
 
 # Roles of the messages before a compaction item that are still part of the conversation.
 _STAYING = ("system", "developer", "user")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from localllm.engine.messages import Generation, TokenLogprob
@@ -20,7 +21,6 @@ from localllm.server.generation.job import (
 )
 from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox
-from localllm_records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -30,7 +31,6 @@ from localllm.server.dialects.toolbox import INPUT, flat_name
 from localllm.server.dialects.wire import TelemetryFields
 from localllm.server.http.asgi import new_id
 from localllm.server.http.recent import RecentlyUsed
-from localllm_records import dataclass
 
 # Limits of the store: entries, and characters as JSON.
 _MAX_ENTRIES = 256

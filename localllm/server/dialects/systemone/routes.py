@@ -11,7 +11,7 @@ import secrets
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any, ClassVar
 
@@ -43,7 +43,6 @@ from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.http.accounts import admins_only, caller, salt_of
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Server
-from localllm_records import dataclass
 
 # The prompt ends with this beginning of the answer, so the next token is a label.
 ANSWER_PREFIX = "Answer:"
