@@ -5,6 +5,9 @@
 SmolLM2-135M with random adapters of rank 2, the share of its width that rank 16 is of 4,096. Times
 are processor time of this process, so other programs do not count. The ratio of speed is the median
 of rounds that measure both sides one after the other.
+
+A step holds requests of one set, so two sets need two steps of 2 rows in place of one of 4. The
+ceiling of the ratio is what plain steps without adapters cost by their rows.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import numpy as np
 from benchmarks.models import smollm2
 from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request, Sampling, Text
-from localllm_backends.contract import LoadSpec, LoraAdapter
+from localllm_backends.contract import Chunk, LoadSpec, LoraAdapter
 from localllm_backends.llamacpp import backend_type
 from tests.models import tiny_lora
 
@@ -87,6 +90,23 @@ def speed_ratio(engine: Engine, rounds: int) -> tuple[float, float]:
     return statistics.median(ratios), float(engine.snapshot()["adapter_switch_s"])
 
 
+def ceiling(threads: int, rounds: int) -> float:
+    """The cost of a plain step of 4 rows ÷ that of two steps of 2 rows."""
+    spec = LoadSpec(str(smollm2()), n_ctx=2048, n_seq_max=N_STREAMS, n_threads=threads)
+    backend = backend_type.load(spec)
+    sequences = [backend.new_sequence() for _ in range(N_STREAMS)]
+    token = backend.tokenize(" the")[:1]
+    taken_s: dict[int, list[float]] = {N_STREAMS // 2: [], N_STREAMS: []}
+    for _ in range(8 * rounds):
+        for rows, times_s in taken_s.items():
+            began_s = time.process_time()
+            backend.step([Chunk(sequence, token) for sequence in sequences[:rows]])
+            times_s.append(time.process_time() - began_s)
+    backend.close()
+    half_s, whole_s = (statistics.median(times_s) for times_s in taken_s.values())
+    return whole_s / (2 * half_s)
+
+
 def main() -> None:
     """Print the figures of 2, 4 and 8 adapters."""
     options = argparse.ArgumentParser(description=__doc__)
@@ -113,6 +133,8 @@ def main() -> None:
             if n == 2:
                 speed, switch_s = speed_ratio(engine, asked.rounds)
                 print(f"4 streams on 2 sets / on one set: {speed:.2f} tokens/s", flush=True)
+                most = ceiling(asked.threads, asked.rounds)
+                print(f"ceiling, by plain steps of 2 and 4 rows: {most:.2f}", flush=True)
                 print(f"a switch takes {1000 * switch_s:.1f} ms", flush=True)
             engine.close()
 

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Starts `localllm serve` where llama.cpp's own server tests expect `llama-server`.
 
 The tests are in llama.cpp's tools/server/tests. This program maps the options of llama-server to
