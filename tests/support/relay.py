@@ -14,6 +14,8 @@ _PIECE_BYTES = 16 * 1024
 # A small window, so that the server can't send much more than this relay has passed on, and so that
 # little of what was passed on is lost when the connection is cut. Linux may keep 33 MB otherwise.
 _WINDOW_BYTES = 64 * 1024
+# seconds. Waits are collected up to this length, because each takes longer than it should.
+_LEAST_WAIT_S = 0.001
 # Closing sends a reset at once.
 _RESET = struct.pack("ii", 1, 0)
 
@@ -105,7 +107,9 @@ class Relay:
     def _wait(self, n_bytes: int) -> None:
         if self.rate_bytes_s:
             self._free_s = max(self._free_s, time.monotonic()) + n_bytes / self.rate_bytes_s
-            self._closed.wait(max(0.0, self._free_s - time.monotonic()))
+            wait_s = self._free_s - time.monotonic()
+            if wait_s > _LEAST_WAIT_S:
+                self._closed.wait(wait_s)
 
     def _ask(self, near: socket.socket, far: socket.socket) -> None:
         """Pass requests on to the server."""
