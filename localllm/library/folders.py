@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -104,7 +104,7 @@ def ggufs(
         projector = _own_projector(name, weights, projectors, partial, one_repo=bool(repo))
         quant = names.quant_of(file.name) or names.quant_of(name)
         companions = tuple(other for other in others if other[1] != projector)
-        faults = [partial[weights[part]] for part in parts if weights[part] in partial]
+        held = tuple(weights[part] for part in parts)
         found.append(
             LocalModel(
                 names.shown(names.stem_of(name)),
@@ -114,14 +114,19 @@ def ggufs(
                 quant,
                 origin,
                 repo,
-                tuple(weights[part] for part in parts),
+                held,
                 projector,
                 companions,
-                "".join(faults[:1]),
-                partial.get(projector or Path(), ""),
+                _fault(held, partial),
+                _fault((projector,), partial),
             )
         )
     return found
+
+
+def _fault(files: Sequence[Path | None], partial: Mapping[Path, str]) -> str:
+    """Why the first of `files` that is `partial` can't be loaded; "" if there is none."""
+    return next((partial[file] for file in filter(None, files) if file in partial), "")
 
 
 def _name_below(root: Path | None, file: Path) -> str:
