@@ -2,7 +2,9 @@
 
 While another request runs, they take part in a step only if that makes the step little longer, by the
 costs learnt on this machine. On a device whose steps read the weights for many rows at the same cost,
-they decode in every step. Elsewhere they get one step in `_EVERY`, so that they end some day.
+they decode in every step. Elsewhere they get one step in `_EVERY`, so that they end some day. One that
+gets no token for `_PATIENCE_S` has normal priority from then on, so that other prompts can't keep it
+waiting without end.
 """
 
 from __future__ import annotations
@@ -18,6 +20,16 @@ from localllm.engine.step_costs import StepCost
 _LONGER = 1.15
 # So few steps are slow that the 95th percentile of the other requests' gaps does not change.
 _EVERY = 25
+# Low priority ends after so much time without a token. Priority -1 moves the arrival by as much.
+_PATIENCE_S = 30.0
+
+
+def promote(table: RequestTable) -> None:
+    """Give the requests normal priority that got no token for `_PATIENCE_S`."""
+    now = table.clock()
+    for job in (*table.waiting.values(), *table.running.values()):
+        if job.background and now - max(job.token_s, job.submitted_s) >= _PATIENCE_S:
+            job.promoted = True
 
 
 def urgent(jobs: Iterable[RunningRequest]) -> list[RunningRequest]:

@@ -102,6 +102,7 @@ class OutputProcessor:
 
     def advance(self, grants: list[Grant], result: StepResult) -> None:
         """Advance every granted request by one step."""
+        now = self.jobs.clock()
         for i, grant in enumerate(grants):
             job = self.jobs.running[grant.key]
             job.n_kv += grant.n_tokens
@@ -113,6 +114,7 @@ class OutputProcessor:
                 self.jobs.finish(job, "length")
                 continue
             job.decode_steps += job.first_token_s is not None
+            job.token_s = now
             self._accept(job, result, i)
 
     def _after_chunk(self, job: RunningRequest) -> None:

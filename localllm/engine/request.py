@@ -63,6 +63,8 @@ class RunningRequest:
     - `number`: unique in this process.
     - `adapters`: the set of adapters that computes it (engine/adapters.py).
     - `kv_salt`: only requests with the same one share KV.
+    - `token_s`: the time of its newest token.
+    - `promoted`: it had low priority, and has normal priority from now on.
     """
 
     request: Request
@@ -105,6 +107,8 @@ class RunningRequest:
     number: int = field(default_factory=itertools.count(1).__next__)
     adapters: AdapterSet = ()
     kv_salt: str = ""
+    token_s: float = 0.0
+    promoted: bool = False
 
     @property
     def id(self) -> str:
@@ -118,7 +122,7 @@ class RunningRequest:
     @property
     def background(self) -> bool:
         """True for a request of low priority: no user waits for it."""
-        return self.request.generation.priority < 0
+        return self.request.generation.priority < 0 and not self.promoted
 
     @property
     def share_key(self) -> ShareKey:

@@ -118,3 +118,44 @@ def test_a_real_model_answers_the_same(few_layers: Path) -> None:
         outcome.take(engine.step())
     engine.close()
     assert {r.id: outcome.text[r.id] for r in requests} == alone
+
+
+@dataclass
+class Clock:
+    """Advances by `step_s` when told to."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize("n_seq_max", [1, 2, 8])
+@pytest.mark.parametrize("n_tokens", [1, 12])
+def test_prompts_without_end_keep_one_of_low_priority_for_half_a_minute(
+    n_seq_max: int, n_tokens: int
+) -> None:
+    """There are always more prompts of normal priority than places. At half a second a step, the
+    request has its first token after half a minute, and soon its end."""
+    clock = Clock()
+    backend = ScriptedBackend(n_ctx=4096, n_seq_max=n_seq_max)
+    engine = Engine(backend, EngineSettings(headroom_bytes=0), clock=clock)
+    outcome = Outcome()
+    title = asked("title", n_tokens, -1)
+    outcome.take(engine.submit(title, prompt_tokens(engine, title)))
+    n_users = 0
+    first_s = None
+    while "title" not in outcome.ends:
+        while n_users - (len(outcome.ends) - ("title" in outcome.ends)) <= n_seq_max:
+            user = asked(f"user {n_users}", 2)
+            outcome.take(engine.submit(user, prompt_tokens(engine, user)))
+            n_users += 1
+        clock.now_s += 0.5
+        outcome.take(engine.step())
+        if first_s is None and "title" in outcome.tokens:
+            first_s = clock.now_s
+        assert clock.now_s < 300
+    assert first_s is not None
+    assert first_s >= 30
+    assert clock.now_s < 90
+    engine.check_integrity()
