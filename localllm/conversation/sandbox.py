@@ -20,10 +20,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from localllm.conversation.message_variants import variants
+from localllm.conversation.template import MAX_CHARS, TOO_LONG
 from localllm.limited_child import serve
 
-# More than any context holds, and few enough characters that reading them delays no other request.
-MAX_WRITTEN_CHARS = 2**23
 _REASON_CHARS = 200
 _COMPILED = 32
 
@@ -114,11 +113,8 @@ def _written(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
         # Variants share parts, so a template must not change them.
         for piece in template.generate(_given(variables)):
             chars += len(piece)
-            if chars > MAX_WRITTEN_CHARS:
-                raise FailedRenderingError(
-                    f"this conversation has more than {MAX_WRITTEN_CHARS:,} characters, which "
-                    "exceeds every context: shorten it"
-                )
+            if chars > MAX_CHARS:
+                raise FailedRenderingError(TOO_LONG)
             pieces.append(piece)
     except (MemoryError, FailedRenderingError):
         raise

@@ -34,6 +34,12 @@ DEFAULT_MARKS = ("<|im_end|>", "<|im_start|>")
 # private-use characters.
 _CUT = "\ue5c7\uf2a9"
 
+# More than any context holds, and few enough characters that reading them delays no other request.
+MAX_CHARS = 2**23
+TOO_LONG = (
+    f"this conversation has more than {MAX_CHARS:,} characters, "
+    "which exceeds every context: shorten it"
+)
 _MAX_SOURCE_CHARS = 2**20
 _PROGRAM = "localllm.conversation.sandbox"
 # Keys of a message that no template reads.
@@ -61,6 +67,24 @@ class TemplateError(
 
     The message contains the template's own reason.
     """
+
+
+def check_length(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise TemplateError if the texts of `messages` are too long for every context. This takes no
+    time, however long they are."""
+    if _n_chars(messages) > MAX_CHARS:
+        raise TemplateError(TOO_LONG, param="messages")
+
+
+def _n_chars(value: Any) -> int:
+    """The number of characters of all texts in `value`."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return 0
+    return sum(map(_n_chars, value))
 
 
 class ChatTemplate:
@@ -165,7 +189,7 @@ class ChatTemplate:
         renders this conversation. Later conversations of at least half its length use a separate
         process too, until the template is quick again. Only one slow conversation runs at a time.
         """
-        n_chars = sum(len(str(message)) for message in question["messages"])
+        n_chars = _n_chars(question["messages"])
 
         def is_quick() -> bool:
             return n_chars < self._slow_chars

@@ -99,6 +99,24 @@ def free_for_models(headroom: int | None = None) -> int | None:
     return account.available_bytes
 
 
+# mallopt(3)
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 2**20
+
+
+def return_large_blocks() -> None:
+    """From now on, return freed blocks of 1 MiB or more to the system at once.
+
+    glibc raises its limit with each larger block that is freed, up to 32 MiB, and keeps smaller
+    blocks for later allocations.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # without effect in musl
+    if set_option is not None:
+        set_option(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
 def return_to_system() -> None:
     """Return freed memory to the system with malloc_trim(3).
 

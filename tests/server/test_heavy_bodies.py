@@ -225,6 +225,19 @@ def test_a_large_body_means_what_a_small_one_means(
     assert _read(small + PAD.encode()) == _read(small + b" ")
 
 
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_a_conversation_longer_than_every_context_is_refused_before_its_template(role: str) -> None:
+    """This template would refuse each conversation."""
+    engine = ScriptedEngine(chat_template="{{ raise_exception('it was asked') }}")
+    text = "word " * 1_700_000
+    body = {"messages": [{"role": role, "content": text}, *HI["messages"]]}
+    with running_server({"tiny": engine}, api_key="s3cret") as server:
+        refused = _post(server, json.dumps(body).encode())
+        assert refused.status_code == 400
+        assert "8,388,608 characters" in refused.json()["error"]["message"]
+        assert "it was asked" in _post(server, _chat("hi")).json()["error"]["message"]
+
+
 def test_bodies_that_come_have_a_common_bound_and_small_ones_are_not_kept_out() -> None:
     large = _chat("word " * 100_000)
     head = (

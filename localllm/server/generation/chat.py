@@ -8,16 +8,17 @@ import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any, TypeAlias
 
 from localllm.conversation.compaction import MessageCost, compact
 from localllm.conversation.context_edits import ContextEdit
-from localllm.conversation.images import prepare_media
+from localllm.conversation.images import PreparedMessages, prepare_media
 from localllm.conversation.prefix_reuse import ReasoningCache, without_changing_lines
 from localllm.conversation.repeated_calls import RepeatedCall, repeated_call
 from localllm.conversation.summary import Summary
-from localllm.conversation.template import ChatTemplate, TemplateError
+from localllm.conversation.template import ChatTemplate, TemplateError, check_length
 from localllm.conversation.tools.prompt import Choice
 from localllm.engine.messages import Generation
 from localllm.engine.worker.client import EngineClient
@@ -31,6 +32,7 @@ from localllm.server.generation.prompt import (
     wants_bos,
 )
 from localllm.server.generation.shared_beginning import shared_beginning
+from localllm.server.http.json_body import process_body
 from localllm.server.http.kv_servers import kv_servers
 from localllm.server.http.recent import RecentlyUsed
 from localllm.server.models.router import ServedModel
@@ -232,9 +234,9 @@ async def chat_job(
     kept_counts: KeptCounts,
 ) -> GenerationJob:
     """Render the conversation with the model's chat template. Raises RequestError."""
-    attached = prepare_media(chat.messages, vision=engine.info.vision)
-    messages, normalised = without_changing_lines(cache.restore(attached.messages))
-    repeated = repeated_call(messages)
+    check_length(chat.messages)
+    prepare = partial(_prepared, chat.messages, cache, vision=engine.info.vision)
+    attached, messages, normalised, repeated = await process_body(prepare)
     chat = replace(chat, options=_guarded(chat.options, repeated))
     template = model.template(engine.info)
     controls = control_texts(engine.info.control_texts)
@@ -286,6 +288,16 @@ async def chat_job(
     if changes is None:
         return job
     return replace(job, applied=changes.applied, original_tokens=changes.original_tokens)
+
+
+def _prepared(
+    sent: Messages, cache: ReasoningCache, *, vision: bool
+) -> tuple[PreparedMessages, list[dict[str, Any]], tuple[str, ...], RepeatedCall | None]:
+    """The conversation for the template: its media, its messages, the names of lines that were
+    removed, and the call that it repeats. Long texts take milliseconds."""
+    attached = prepare_media(sent, vision=vision)
+    messages, normalised = without_changing_lines(cache.restore(attached.messages))
+    return attached, messages, normalised, repeated_call(messages)
 
 
 async def instructions_of(chat: ChatRequest, model: ServedModel, engine: EngineClient) -> str:

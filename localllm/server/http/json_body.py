@@ -50,10 +50,11 @@ _LARGE: ContextVar[bool] = ContextVar("large body", default=False)
 Made = TypeVar("Made")
 # The bytes of a decoded body, and its JSON object.
 JsonBody: TypeAlias = tuple[bytes, dict[str, Any]]
+Received: TypeAlias = bytes | bytearray
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
+def unpack(body: Received, encoding: str, limit_bytes: int) -> Received:
     """Return `body` decoded. Holds at most `limit_bytes` plus one piece.
 
     Raises EncodingError for an unsupported Content-Encoding, BodyTooLargeError, and RequestError
@@ -73,7 +74,7 @@ def unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
         except EOFError:
             raise RequestError(f"the {encoding} body is truncated") from None
         if not packed:
-            return bytes(unpacked)
+            return unpacked
         if not body.startswith(_GZIP_MAGIC):
             raise RequestError(f"the {encoding} body has more data after its end")
     raise BodyTooLargeError(f"the body has more than {_MAX_MEMBERS:,} gzip members")
@@ -100,7 +101,7 @@ def _unpack_member(
     return packed
 
 
-def _window_bits(body: bytes, encoding: str) -> int | None:
+def _window_bits(body: Received, encoding: str) -> int | None:
     """Return zlib's window bits for a Content-Encoding, or None if the body is not compressed.
     Raises EncodingError."""
     name = encoding.strip().lower()
@@ -124,7 +125,10 @@ class BadJsonError(RequestError, code="invalid_json"):
 async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any]:
     """Return the JSON object of the request's body, within the limits of size, depth and time.
     Raises RequestError."""
-    return (await read_body(request, settings))[1]
+    known: JsonBody | None = request.scope.get(BODY)
+    if known is not None:
+        return known[1]
+    return await _read(request, settings, _decoded)
 
 
 async def read_json_list(request: Request, settings: ServerSettings) -> list[Any]:
@@ -144,7 +148,7 @@ async def read_raw(request: Request, settings: ServerSettings) -> bytes:
     with _BodyMemory(settings.max_bodies_bytes) as held:
         body = await _received(request, settings, held)
     _LARGE.set(len(body) > _SMALL_BYTES)
-    return body
+    return bytes(body)
 
 
 async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
@@ -153,21 +157,32 @@ async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
     known: JsonBody | None = request.scope.get(BODY)
     if known is not None:
         return known
+    return await _read(request, settings, _decoded_with_bytes)
+
+
+async def _read(
+    request: Request, settings: ServerSettings, decode: Callable[[Received, str, int], Made]
+) -> Made:
+    """Return the body as `decode` makes it, which runs in a thread for a large body."""
     encoding = request.headers.get("content-encoding", "")
     small = min(_SMALL_BYTES, settings.max_body_bytes)
     with _BodyMemory(settings.max_bodies_bytes) as held:
         body = await _received(request, settings, held)
         if len(body) <= small:
             with contextlib.suppress(BodyTooLargeError):
-                return _read(body, encoding, small)
+                return decode(body, encoding, small)
         _LARGE.set(True)
-        read_large = partial(_read, body, encoding, settings.max_body_bytes)
+        read_large = partial(decode, body, encoding, settings.max_body_bytes)
         return await asyncio.get_running_loop().run_in_executor(_LARGE_BODIES, read_large)
 
 
-def _read(body: bytes, encoding: str, limit_bytes: int) -> JsonBody:
+def _decoded(body: Received, encoding: str, limit_bytes: int) -> dict[str, Any]:
+    return parse(unpack(body, encoding, limit_bytes))
+
+
+def _decoded_with_bytes(body: Received, encoding: str, limit_bytes: int) -> JsonBody:
     raw = unpack(body, encoding, limit_bytes)
-    return raw, parse(raw)
+    return bytes(raw), parse(raw)
 
 
 async def process_body(work: Callable[[], Made], *, takes_ms: bool = False) -> Made:
@@ -217,30 +232,29 @@ class _BodyMemory:
         self._bytes += more
 
 
-async def _received(request: Request, settings: ServerSettings, held: _BodyMemory) -> bytes:
+async def _received(request: Request, settings: ServerSettings, held: _BodyMemory) -> bytearray:
     """Return the bytes of the body, which must arrive at the minimum rate. Raises
     BodyTooLargeError, SlowBodyError and BusyError."""
-    pieces: list[bytes] = []
-    size = 0
+    # Pieces that are joined at the end would be a second copy, made without a pause.
+    body = bytearray()
     latest_s = asyncio.get_running_loop().time() + settings.body_timeout_s
     try:
         async with asyncio.timeout_at(latest_s) as limit:
             async for piece in request.stream():
-                size += len(piece)
-                if size > settings.max_body_bytes:
+                if len(body) + len(piece) > settings.max_body_bytes:
                     raise BodyTooLargeError(
                         f"the body is larger than {settings.max_body_bytes} bytes"
                     )
-                held.grow(size)
-                pieces.append(piece)
-                limit.reschedule(latest_s + size / settings.min_body_bytes_s)
+                body += piece
+                held.grow(len(body))
+                limit.reschedule(latest_s + len(body) / settings.min_body_bytes_s)
     except TimeoutError as e:
         raise SlowBodyError(
-            f"{size} bytes of the body arrived within "
-            f"{settings.body_timeout_s + size / settings.min_body_bytes_s:.0f} seconds",
+            f"{len(body)} bytes of the body arrived within "
+            f"{settings.body_timeout_s + len(body) / settings.min_body_bytes_s:.0f} seconds",
             hint=f"send it at {settings.min_body_bytes_s // 1000} kB/s or more",
         ) from e
-    return b"".join(pieces)
+    return body
 
 
 def _check_counts(text: str) -> None:
@@ -273,7 +287,7 @@ def _check_counts(text: str) -> None:
         found = pattern.match(text, at, at + _PIECE_CHARS)
 
 
-def parse(body: bytes, max_depth: int = 96) -> dict[str, Any]:
+def parse(body: Received, max_depth: int = 96) -> dict[str, Any]:
     """Return the JSON object in `body`. Raises BadJsonError, and BodyTooLargeError for too many
     values."""
     value = _value(body, max_depth)
@@ -282,7 +296,7 @@ def parse(body: bytes, max_depth: int = 96) -> dict[str, Any]:
     return value
 
 
-def _value(body: bytes, max_depth: int = 96) -> Any:
+def _value(body: Received, max_depth: int = 96) -> Any:
     """Return the JSON value in `body`. Raises the same errors as `parse`.
 
     Lone surrogates become U+FFFD, so that the result can be encoded as UTF-8. Editors produce them

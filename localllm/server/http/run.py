@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 
 from localllm.errors import LocalLLMError
+from localllm.memory.system import return_large_blocks
 from localllm.server.http.asgi import App
 from localllm.server.http.connections import Connection, Connections, free_descriptors
 from localllm.server.http.settings import ServerSettings
@@ -58,6 +59,7 @@ async def serve_on(
     # While another thread computes, the event loop waits up to this long for each turn. Python's
     # default of 5 ms is as long as one step of a small model.
     sys.setswitchinterval(_TURN_S)
+    return_large_blocks()
     descriptors = free_descriptors()
 
     config = uvicorn.Config(

@@ -149,7 +149,7 @@ class ServerSettings:
     unix_socket: str | None = None
     tls: TlsFiles | None = None
     max_body_bytes: int = 32 * 2**20
-    max_bodies_bytes: int = 256 * 2**20
+    max_bodies_bytes: int = 128 * 2**20
     grace_s: float = 0.8
     keepalive_s: float = 10.0
     kept_stream_s: float = 120.0
