@@ -124,10 +124,10 @@ async def soak(
                 print(f"  {n} of {len(asks)}: {dict(report.count())}, MB: {said}", file=sys.stderr)
 
     await asyncio.gather(*(client() for _ in range(CLIENTS)))
-    report.left_running = await _unfinished(http)
+    report.left_running = await unfinished(http)
 
 
-async def _unfinished(http: httpx.AsyncClient) -> float:
+async def unfinished(http: httpx.AsyncClient) -> float:
     """Requests the engine still holds a little after the last client is gone: 0, or some were never
     cancelled."""
     held: list[str] = []

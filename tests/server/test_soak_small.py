@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from benchmarks.soak import Report, growth, kill, soak
+from benchmarks.soak_hour import Use, grown
 from benchmarks.soak_mix import Ask, draw, flowing, send
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
@@ -125,3 +126,17 @@ def test_growth_is_that_of_the_last_two_thirds() -> None:
     warming = [100 + i for i in range(40)]
     assert growth([*warming, *[140] * 80]) == 0
     assert growth([100 + i for i in range(120)]) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("worker", "said"),
+    [
+        (Use(101e6, 14, 8), []),
+        (Use(103e6, 10, 6), ["worker: memory +3.0%"]),
+        (Use(90e6, 15, 6), ["worker: +5 descriptors"]),
+        (Use(100e6, 10, 9), ["worker: +3 threads"]),
+    ],
+)
+def test_an_hour_is_level_if_nothing_rises_above_its_bar(worker: Use, said: list[str]) -> None:
+    before = {role: Use(100e6, 10, 6) for role in ("server", "worker")}
+    assert grown(before, {**before, "worker": worker}) == said
