@@ -24,14 +24,6 @@ _EVERY = 25
 _PATIENCE_S = 30.0
 
 
-def promote(table: RequestTable) -> None:
-    """Give the requests normal priority that got no token for `_PATIENCE_S`."""
-    now = table.clock()
-    for job in (*table.waiting.values(), *table.running.values()):
-        if job.background and now - max(job.token_s, job.submitted_s) >= _PATIENCE_S:
-            job.promoted = True
-
-
 def urgent(jobs: Iterable[RunningRequest]) -> list[RunningRequest]:
     """The requests that count for the choice of a prompt to read in slices: those of normal priority,
     or all if there are none."""
@@ -41,11 +33,20 @@ def urgent(jobs: Iterable[RunningRequest]) -> list[RunningRequest]:
 
 def give_way(table: RequestTable) -> list[RunningRequest]:
     """Park the prompt that is read in slices if it is less urgent than others. Return the requests
-    whose prompts may be read in slices now."""
+    whose prompts may be read in slices now. Requests that waited too long are promoted before."""
+    _promote(table)
     jobs = urgent(table.running.values())
     if table.prefill.job is not None and table.prefill.job not in jobs:
         table.park(table.prefill.job)
     return jobs
+
+
+def _promote(table: RequestTable) -> None:
+    """Give the requests normal priority that got no token for `_PATIENCE_S`."""
+    now = table.clock()
+    for job in (*table.waiting.values(), *table.running.values()):
+        if job.background and now - max(job.token_s, job.submitted_s) >= _PATIENCE_S:
+            job.promoted = True
 
 
 @dataclass

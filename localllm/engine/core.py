@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from localllm.engine import EngineSettings
 from localllm.engine.adapters import AdapterTurns, unknown_adapters
 from localllm.engine.admission import Admission
-from localllm.engine.background import BackgroundTurns, give_way, promote
+from localllm.engine.background import BackgroundTurns, give_way
 from localllm.engine.cache.disk import tier_of
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.store import KvStore
@@ -270,7 +270,6 @@ class Engine:
         self._worked_s = self.clock()
         self._housekeeping = True
         self.jobs.take_compiled()
-        promote(self.jobs)
 
     def _admit(self) -> None:
         """Admit requests that fit, evict idle sequences and restore cached prefixes."""
