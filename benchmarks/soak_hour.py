@@ -224,6 +224,26 @@ def grown(second: dict[str, Use], last: dict[str, Use]) -> list[str]:
     return found
 
 
+def _tell(hour: Hour, row_s: float, out: Path | None) -> bool:
+    """Print the figures, and write the samples to `out`. Returns whether all bars are met."""
+    rows = [_row(hour, i, row_s) for i in range(_ROWS)]
+    rose = grown(rows[1], rows[-1])
+    print(
+        f"{hour.ends.total()} requests: {dict(hour.ends)}; {hour.swaps} swaps; still held by the "
+        f"engine: {hour.left_running:g}"
+    )
+    for words, n in Counter(hour.bad).most_common(10):
+        print(f"  {n} × {words}")
+    print("level" if not rose else f"grown: {', '.join(rose)}")
+    if out is not None:
+        figures = [
+            {"at_s": at_s, **{role: vars(use) for role, use in sample.items()}}
+            for at_s, sample in hour.samples
+        ]
+        out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    return not (rose or hour.bad or hour.left_running)
+
+
 def _models(folder: Path, steady: Path | None) -> list[Path]:
     from tests.models.tiny_gguf import write_llama
 
@@ -265,23 +285,7 @@ def main() -> None:
             asyncio.run(run(server, plan, hour))
         finally:
             server.stop()
-    row_s = 60.0 * plan.minutes / _ROWS
-    rows = [_row(hour, i, row_s) for i in range(_ROWS)]
-    rose = grown(rows[1], rows[-1])
-    print(
-        f"{hour.ends.total()} requests: {dict(hour.ends)}; {hour.swaps} swaps; still held by the "
-        f"engine: {hour.left_running:g}"
-    )
-    for words, n in Counter(hour.bad).most_common(10):
-        print(f"  {n} × {words}")
-    print("level" if not rose else f"grown: {', '.join(rose)}")
-    if plan.out is not None:
-        figures = [
-            {"at_s": at_s, **{role: vars(use) for role, use in sample.items()}}
-            for at_s, sample in hour.samples
-        ]
-        plan.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
-    if rose or hour.bad or hour.left_running:
+    if not _tell(hour, 60.0 * plan.minutes / _ROWS, plan.out):
         sys.exit(1)
 
 
