@@ -1,23 +1,27 @@
-"""Drafters on MLX against plain decoding: tokens/s of four streams with one that is always wrong (bar:
+"""Drafters on MLX against plain decoding: the speed of four streams with one that is always wrong (bar:
 0.99), with one that is always right, and with lookups alone.
 
-    python -m benchmarks drafters_mlx [--rounds N] [--arms plain,ngram,dflash,eagle3] [--right]
+    python -m benchmarks drafters_mlx [--rounds N] [--arms ngram,dflash,eagle3] [--right]
 
-Tiny models with random weights on the CPU. Each arm is a process of its own, since a drafter is tried
-most in the first tokens of a process. `--right`: the drafters know the model's next token.
+Tiny models with random weights on the CPU. Every arm is compared with plain decoding in the same process.
+Both are fresh engines with the same prompts, after a run that loads what first steps need. They take turns
+of TURN steps, so that other programs slow both alike. A stream's speed is its number of tokens, divided by
+the time that its engine took until its last token. By the clock and by processor time, the table has the
+ratios of all streams (geometric mean) and of the slowest one. `--right`: the drafters know the model's next
+token.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import mlx.core as mx
 
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
@@ -27,62 +31,93 @@ from localllm_backends.mlx import backend_type as mlx
 from tests.models import tiny_mlx_drafters
 
 PROMPT_TOKENS = 60
-ARMS = "plain,ngram,dflash,eagle3"
+ARMS = "ngram,dflash,eagle3"
+TURN = 25
+UNITS = ("clock", "cpu")
 
 
-def measured(model: str, drafter: str, asked: argparse.Namespace) -> dict[str, float]:
-    """The tokens/s of a fresh engine, by the clock and by processor time, and its counters."""
-    spec = LoadSpec(model, n_ctx=4096, n_seq_max=8, n_batch=256, drafter=drafter)
-    mode = asked.one if asked.one in ("off", "ngram") else "auto"
+@dataclass
+class Run:
+    """One engine's answers. `spent`: its seconds so far by the clock, and of processor time. `ended`: the
+    same for each stream at its last token, after its first one."""
+
+    engine: Engine
+    spent: tuple[float, float] = (0.0, 0.0)
+    started: dict[str, tuple[float, float]] = field(default_factory=dict)
+    ended: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def turn(self, n_steps: int) -> None:
+        clock_s, cpu_s = time.perf_counter(), time.process_time()
+        before = self.spent
+        for _ in range(n_steps):
+            if not self.engine.has_work:
+                break
+            events = self.engine.step()
+            self.spent = (
+                before[0] + time.perf_counter() - clock_s,
+                before[1] + time.process_time() - cpu_s,
+            )
+            for event in events:
+                if isinstance(event, Text):
+                    self.started.setdefault(event.id, self.spent)
+                if isinstance(event, Finish):
+                    assert event.reason == "length", event
+                    self.ended[event.id] = self.spent
+        # A step that was started early is this engine's work too.
+        mx.synchronize()
+        self.spent = (
+            before[0] + time.perf_counter() - clock_s,
+            before[1] + time.process_time() - cpu_s,
+        )
+
+    def seconds(self, unit: int) -> list[float]:
+        """The seconds of each stream from its first to its last token."""
+        return [self.ended[s][unit] - self.started[s][unit] for s in sorted(self.ended)]
+
+
+def begun(model: Path, arm: str, asked: argparse.Namespace, seed: int, n_tokens: int) -> Run:
+    """A fresh engine with its streams."""
+    drafter = model.parent / arm
+    spec = LoadSpec(
+        str(model), n_ctx=8192, n_seq_max=8, n_batch=256, drafter=str(drafter) * drafter.exists()
+    )
+    mode = {"plain": "off", "ngram": "ngram"}.get(arm, "auto")
     engine = Engine(mlx.load(spec), EngineSettings(draft=mode, cache_bytes=0))
     while engine.idle():
         pass
-    rng = random.Random(asked.seed)
+    rng = random.Random(seed)
     sampling = Sampling(temperature=asked.temperature, seed=7)
-    generation = Generation(sampling, asked.tokens, ignore_eos=True, cache_prompt=False)
+    generation = Generation(sampling, n_tokens, ignore_eos=True, cache_prompt=False)
     for i in range(asked.streams):
         prompt = [rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)]
         engine.submit(Request(str(i), prompt, generation), prompt)
-    begun: dict[str, int] = {}
-    while len(begun) < asked.streams:
-        _count(engine, begun)
-    before = sum(begun.values())
-    started_s, started_cpu_s = time.perf_counter(), time.process_time()
-    while engine.has_work:
-        _count(engine, begun)
-    wall_s = time.perf_counter() - started_s
-    cpu_s = time.process_time() - started_cpu_s
-    snapshot = engine.snapshot()
-    engine.close()
-    n_tokens = sum(begun.values()) - before
-    found = {"tok_s": n_tokens / wall_s, "tok_cpu_s": n_tokens / cpu_s}
-    for name, value in snapshot.items():
+    return Run(engine)
+
+
+def compared(model: Path, arm: str, asked: argparse.Namespace, seed: int) -> dict[str, float]:
+    """The ratios of one round, and the drafts of its arm."""
+    runs = [begun(model, name, asked, seed, asked.tokens) for name in (arm, "plain")]
+    turns = runs[:: 1 if seed % 2 else -1]
+    while any(run.engine.has_work for run in runs):
+        for run in turns:
+            run.turn(TURN)
+    own, plain = runs
+    found = {}
+    for unit, name in enumerate(UNITS):
+        pairs = zip(own.seconds(unit), plain.seconds(unit), strict=True)
+        ratios = [without_s / with_s for with_s, without_s in pairs]
+        found[name] = statistics.geometric_mean(ratios)
+        found[f"{name} slowest"] = min(ratios)
+    for name, value in own.engine.snapshot().items():
         if name.startswith(("drafted_", "accepted_")) and value:
             found[name] = float(value)
-    return found
-
-
-def _count(engine: Engine, begun: dict[str, int]) -> None:
-    for event in engine.step():
-        if isinstance(event, Text):
-            begun[event.id] = begun.get(event.id, 0) + len(event.tokens)
-        assert not isinstance(event, Finish) or event.reason == "length", event
-
-
-def _fresh(arm: str, folder: Path, rest: list[str]) -> dict[str, float]:
-    drafter = str(folder / arm) if (folder / arm).exists() else ""
-    one = {"plain": "off", "ngram": "ngram"}.get(arm, "auto")
-    command = [sys.executable, "-m", "benchmarks.drafters_mlx", *rest, "--one", one]
-    run = subprocess.run(
-        [*command, "--model", str(folder / "model"), "--drafter", drafter],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+    for run in runs:
+        run.engine.close()
     return found
 
 
 def main() -> None:
-    """Print the medians of each arm, and of its ratios to plain decoding in the same round."""
+    """Print each round, and the median and range of every ratio."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--arms", default=ARMS)
@@ -91,35 +126,29 @@ def main() -> None:
     options.add_argument("--streams", type=int, default=4)
     options.add_argument("--tokens", type=int, default=250)
     options.add_argument("--temperature", type=float, default=0.0)
-    options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--one", default="", help=argparse.SUPPRESS)
-    options.add_argument("--model", default="", help=argparse.SUPPRESS)
-    options.add_argument("--drafter", default="", help=argparse.SUPPRESS)
     asked = options.parse_args()
-    if asked.one:
-        print(json.dumps(measured(asked.model, asked.drafter, asked)))
-        return
     arms = asked.arms.split(",")
     found: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = tiny_mlx_drafters.write_target(folder / "model", asked.target)
+        model = tiny_mlx_drafters.write_target(Path(name) / "model", asked.target)
         for arm in arms:
             if arm in tiny_mlx_drafters.DESIGNS and asked.right:
-                tiny_mlx_drafters.write_knowing(folder / arm, arm, model, wrong=0.0)
+                tiny_mlx_drafters.write_knowing(model.parent / arm, arm, model, wrong=0.0)
             elif arm in tiny_mlx_drafters.DESIGNS:
-                tiny_mlx_drafters.write(folder / arm, arm)
-        for i in range(asked.rounds):
-            rest = [*sys.argv[1:], "--seed", str(i)]
-            for arm in arms[:: 1 if i % 2 else -1]:
-                found[arm].append(_fresh(arm, folder, rest))
-            print(i, {arm: found[arm][-1] for arm in arms}, flush=True)
+                tiny_mlx_drafters.write(model.parent / arm, arm)
+        for arm in ["plain", *arms]:
+            warm = begun(model, arm, asked, 0, 100)
+            warm.turn(10_000)
+            warm.engine.close()
+        for seed in range(asked.rounds):
+            for arm in arms:
+                found[arm].append(compared(model, arm, asked, seed))
+            print(seed, {arm: found[arm][-1] for arm in arms}, flush=True)
     for arm in arms:
-        for unit in ("tok_s", "tok_cpu_s"):
-            pairs = zip(found[arm], found[arms[0]], strict=True)
-            ratio = statistics.median(own[unit] / plain[unit] for own, plain in pairs)
-            speed = statistics.median(one[unit] for one in found[arm])
-            print(f"{arm:8} {unit:10} {speed:8.1f}  / {arms[0]}: {ratio:.3f}")
+        for unit in [f"{unit}{which}" for unit in UNITS for which in ("", " slowest")]:
+            ratios = [one[unit] for one in found[arm]]
+            median = statistics.median(ratios)
+            print(f"{arm:8} {unit:14} {median:.3f}  ({min(ratios):.3f} to {max(ratios):.3f})")
 
 
 if __name__ == "__main__":

@@ -116,8 +116,9 @@ class StepCost:
         low, high, part = _AROUND[rows]
         return self._shape[low] * (1 - part) + self._shape[high] * part
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """Learn from a decode step without prefill: `rows` tokens took `seconds`."""
+    def observe(self, rows: int, seconds: float, plain_rows: int = 0) -> None:
+        """Learn from a decode step without prefill: `rows` tokens took `seconds`. A step with drafts
+        does not change the shape up to `plain_rows`, which a step without drafts would have."""
         if seconds <= 0:
             return
         if not self._scale_s:
@@ -132,21 +133,22 @@ class StepCost:
             self._reshape(
                 rows,
                 max(-_MAX_SURPRISE_TWICE, min(_MAX_SURPRISE_TWICE, off)) * _SURPRISED_RATE,
+                plain_rows,
                 _NEIGHBOUR_SHARE,
             )
         else:
-            self._reshape(rows, near * _SHAPE_RATE)
+            self._reshape(rows, near * _SHAPE_RATE, plain_rows)
         self._last_log_error = off
 
-    def _reshape(self, rows: int, by: float, neighbour_share: float = 0.0) -> None:
-        """Change the logarithm of the shape at `rows` by `by`. The knots around it change by
-        `neighbour_share`, then `neighbour_share`² … times that."""
+    def _reshape(self, rows: int, by: float, plain_rows: int, neighbour_share: float = 0.0) -> None:
+        """Change the logarithm of the shape at `rows` by `by`. The knots around it, above
+        `plain_rows`, change by `neighbour_share`, then `neighbour_share`² … times that."""
         low, high, part = _AROUND[min(rows, KNOTS[-1])]
         for i in range(1, len(KNOTS)):
             weight = (1 - part) * (i == low) + part * (i == high)
             if neighbour_share and low != i != high:
                 weight = neighbour_share ** (low - i if i < low else i - high)
-            if weight:
+            if weight and KNOTS[i] > plain_rows:
                 self._shape[i] *= math.exp(by * weight)
 
 

@@ -276,7 +276,7 @@ def test_heads_draft_behind_images_and_change_nothing(kind: str, tmp_path: Path)
     settle(engine)
     (drafter,) = engine.speculator.drafters.values()
     engine.speculator.cost.set({1: 1.0, 32: 1.01})
-    engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+    engine.speculator.cost.observe = lambda *_: None  # type: ignore[method-assign]
     drafter.record = lambda seconds: None  # type: ignore[method-assign]
     drafter.token_s = 1e-9
     for i, words in enumerate(

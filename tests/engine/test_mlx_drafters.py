@@ -48,7 +48,7 @@ def drafting(spec: LoadSpec, settings: EngineSettings, *, idle: bool = False) ->
         settle(engine)
         assert drafter.token_s > 0, "measured while idle"
     engine.speculator.cost.set({1: 1.0, 32: 1.01})
-    engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+    engine.speculator.cost.observe = lambda *_: None  # type: ignore[method-assign]
     drafter.clock, drafter.token_s = (lambda: 0.0), 1e-9
     return engine
 

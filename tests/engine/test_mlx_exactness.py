@@ -76,7 +76,7 @@ def test_random_mixes_with_draft_heads_equal_isolated_runs_without(
         assert drafter.token_s > 0, "measured while idle"
         # Time stands still: a drafted token and a further row cost next to nothing.
         engine.speculator.cost.set({1: 1.0, 32: 1.01})
-        engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+        engine.speculator.cost.observe = lambda *_: None  # type: ignore[method-assign]
         drafter.clock, drafter.token_s = (lambda: 0.0), 1e-9
         crowds_equal_isolated_runs(engine, alone, shape, mixes, router_flips=0.0)
         settle(engine)

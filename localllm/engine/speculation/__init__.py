@@ -91,6 +91,10 @@ class Drafter(ABC):
         finally:
             self.backend.drop(sequence)
 
+    def drafting_s(self, length: int) -> float:
+        """Seconds that a draft of `length` tokens takes before it is verified."""
+        return self.token_s * (min(length, 1) if self.at_once else length)
+
     def record(self, seconds: float) -> None:
         """Record the time of one drafted token (or of one draft, if it is made `at_once`).
 

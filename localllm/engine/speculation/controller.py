@@ -47,12 +47,15 @@ class DraftCandidate:
 
 
 def choose_lengths(
-    candidates: Sequence[DraftCandidate], cost: Callable[[int], float], max_steps: float = math.inf
+    candidates: Sequence[DraftCandidate],
+    cost: Callable[[int], float],
+    max_steps: float = math.inf,
+    begin_s: float = 0.0,
 ) -> list[int]:
     """Choose the draft length of every decoding sequence for the next step.
 
     `cost(rows)` is in seconds. With drafts the step may take `max_steps` times as long as
-    without.
+    without. `begin_s` is a further cost of any draft in this step.
 
     A sequence that drafts g tokens with survival s gets 1 + s1 + … + sg tokens from the step. With
     constant acceptance a that is (1 − a^(g+1))/(1 − a). Tokens are added in order of their chance
@@ -62,11 +65,11 @@ def choose_lengths(
     """
     n = len(candidates)
     none = [0] * n
-    if not n:
-        return none
     ranked: list[tuple[float, int]] = []
     for i, candidate in enumerate(candidates):
         ranked += [(s, i) for s in candidate.survival if s > 0.0]
+    if not ranked:
+        return none
     ranked.sort(key=lambda chance: -chance[0])
     lengths = list(none)
     expected = [1.0] * n
@@ -79,9 +82,9 @@ def choose_lengths(
         gain += math.log1p(s / expected[i])
         expected[i] += s
         lengths[i] += 1
-        drafting = 0.0
+        drafting = begin_s
         if dear:
-            drafting = max(c.drafting_s(g) for c, g in zip(candidates, lengths, strict=True))
+            drafting += max(c.drafting_s(g) for c, g in zip(candidates, lengths, strict=True))
         slower = (cost(n + k) + drafting) / plain
         if slower > max_steps:
             break
@@ -147,11 +150,19 @@ class HitRates:
 
     def rate(self, match: int) -> float:
         """Probability that a guess based on a match of `match` tokens is right."""
-        if self._shared is not None:
-            prior = self._shared.rate(match)
-        else:
-            prior = _prior(match)
-        return self._averages[bisect_right(_EDGES, match)].rate(prior, PRIOR_WEIGHT)
+        own, of_prior = self._line(bisect_right(_EDGES, match))
+        return own + of_prior * _prior(match)
+
+    def _line(self, band: int) -> tuple[float, float]:
+        """Return (a, b): the rate of a match in this band of lengths is a + b × its prior."""
+        average = self._averages[band]
+        weight = average.total + PRIOR_WEIGHT
+        own = average.part / weight
+        of_prior = PRIOR_WEIGHT / weight
+        if self._shared is None:
+            return own, of_prior
+        shared, of_shared_prior = self._shared._line(band)
+        return own + of_prior * shared, of_prior * of_shared_prior
 
     def survival(self, match: int, length: int) -> list[float]:
         """P(the first k of `length` drafted tokens are all right), for k = 1, 2, …
@@ -160,9 +171,15 @@ class HitRates:
         unlikely to be worth a row.
         """
         alive = 1.0
-        out = []
-        for k in range(length):
-            alive *= self.rate(match + k)
+        out: list[float] = []
+        edge = match
+        own = of_prior = 0.0
+        for at in range(match, match + length):
+            if at >= edge:
+                band = bisect_right(_EDGES, at)
+                own, of_prior = self._line(band)
+                edge = _EDGES[band] if band < len(_EDGES) else match + length
+            alive *= own + of_prior * _prior(at)
             if alive < _MIN_SURVIVAL:
                 break
             out.append(alive)

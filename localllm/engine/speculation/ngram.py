@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.speculation.controller import HitRates
-from localllm.engine.tokens import TokenBuffer
+from localllm.engine.tokens import TokenBuffer, Tokens
 
 _SEPARATOR = -1
 # Longer matches count as this long, because they are equally reliable.
@@ -24,6 +25,36 @@ _MAX_MATCH = 64
 _TRUSTED_MATCH = 6
 # The search covers this many tokens, so it takes at most some tens of microseconds.
 _WINDOW_TOKENS = 65_536
+# Size of the table of pairs.
+_PAIRS = 65_536
+
+
+class SearchedText(TokenBuffer):
+    """A text to search. It knows which pairs of tokens it does not contain (nearly all of them),
+    because a search takes as long as a tenth of a tiny model's step.
+    """
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self._seen = bytearray(_PAIRS)
+        self._last: list[int] = []
+        super().__init__(tokens)
+
+    def extend(self, tokens: Sequence[int] | Tokens) -> None:
+        super().extend(tokens)
+        known = [*self._last, *tokens]
+        # No token follows the last pair, so it is added with the next token.
+        for first, second in pairwise(known[:-1]):
+            self._seen[_place(first, second)] = 1
+        self._last = known[-2:]
+
+    def may_continue(self, text: SearchedText) -> bool:
+        """False if no token of this text follows the last two tokens of `text`."""
+        return len(text) > 1 and self._seen[_place(*text._last)] > 0
+
+
+def _place(first: int, second: int) -> int:
+    """The place of a pair of tokens in the table of pairs. Several pairs share it."""
+    return (31 * first + second) % _PAIRS
 
 
 class RecentOutputs:
@@ -34,13 +65,13 @@ class RecentOutputs:
 
     def __init__(self, capacity_tokens: int = 16_384) -> None:
         self._capacity = capacity_tokens
-        self.tokens = TokenBuffer()
+        self.tokens = SearchedText()
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add an answer. Makes a new TokenBuffer, so a pointer into the old one stays valid."""
+        """Add an answer. Makes a new text, so a pointer into the old one stays valid."""
         if len(tokens) >= 8:
             known = np.concatenate([self.tokens.view, [*tokens, _SEPARATOR]])
-            self.tokens = TokenBuffer(known[-self._capacity :])
+            self.tokens = SearchedText(known[-self._capacity :].tolist())
 
 
 @dataclass
@@ -50,7 +81,7 @@ class _Pointer:
     The last `match` tokens before it are equal to the request's last tokens.
     """
 
-    text: TokenBuffer
+    text: SearchedText
     at: int
     match: int
 
@@ -89,9 +120,10 @@ class PromptLookup:
         recent: RecentOutputs,
         predicted: Sequence[int] = (),
     ) -> None:
-        self._own = TokenBuffer(tokens)
-        self._predicted = TokenBuffer(predicted)
+        self._own = SearchedText(tokens)
+        self._predicted = SearchedText(predicted)
         self._recent = recent
+        self._new: list[int] = []
         self.rates = rates
         self._pointer: _Pointer | None = None
         if len(predicted):
@@ -99,27 +131,36 @@ class PromptLookup:
             self._pointer = _Pointer(self._predicted, 0, _TRUSTED_MATCH)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Learn from each emitted token whether it was predicted, and move the pointer."""
-        for token in tokens:
+        """Append emitted tokens. They are read with the next proposal, so that steps without one
+        take no time.
+        """
+        self._new.extend(tokens)
+
+    def _read_new(self) -> None:
+        """Learn from each new token whether it was predicted, and move the pointer."""
+        for token in self._new:
             pointer = self._valid()
-            if pointer is not None:
-                hit = int(pointer.text.view[pointer.at]) == token
-                self.rates.observe(pointer.match, hit=hit)
-                pointer.at += 1
-                # One changed word in a long copy is not enough to give up the position.
-                if hit:
-                    pointer.match = min(pointer.match + 1, _MAX_MATCH)
-                else:
-                    pointer.match //= 4
-                if not pointer.match:
-                    self._pointer = None
-        self._own.extend(tokens)
+            if pointer is None:
+                break
+            hit = int(pointer.text.view[pointer.at]) == token
+            self.rates.observe(pointer.match, hit=hit)
+            pointer.at += 1
+            # One changed word in a long copy is not enough to give up the position.
+            if hit:
+                pointer.match = min(pointer.match + 1, _MAX_MATCH)
+            else:
+                pointer.match //= 4
+            if not pointer.match:
+                self._pointer = None
+        self._own.extend(self._new)
+        self._new.clear()
 
     def propose(self, most: int) -> tuple[list[int], int]:
         """Return at most `most` draft tokens, and the length of the match they are based on.
 
         Returns ([], 0) if there is no match.
         """
+        self._read_new()
         pointer = self._valid()
         if pointer is None or pointer.match < _TRUSTED_MATCH:
             pointer = self._search(pointer)
@@ -142,9 +183,11 @@ class PromptLookup:
         return pointer
 
     def _search(self, best: _Pointer | None) -> _Pointer | None:
-        own = self._own.view
-        suffix = own[-_MAX_MATCH:]
+        suffix = self._own.view[-_MAX_MATCH:]
         for buffer in (self._own, self._predicted, self._recent.tokens):
+            # Every match that is used has two tokens or more.
+            if not buffer.may_continue(self._own):
+                continue
             text = buffer.view[-_WINDOW_TOKENS:]
             found = longest_match(text, suffix)
             if found is not None and found[1] > (best.match if best is not None else 1):

@@ -50,6 +50,16 @@ _MAX_STEPS_TRIAL = 3.0
 # Steps with drafts do not measure the cost of a step without drafts. So one step in this many has no
 # drafts.
 _PLAIN_EVERY = 64
+# Choosing drafts takes about _HOST_S for each stream (measured: 0.1 ms for four), which is long for a
+# tiny model. It may take a share of the time, up to so many decode steps at once, and the time that
+# drafts saved. If it was not limited, it took 1.2 of 7.8 ms of a step of four streams.
+_HOST_S = 20e-6
+_HOST_SHARE = 0.004
+_MOST_HOST_STEPS = 0.5
+# Draft lengths that are compared with the time that a step may take.
+_ROWS_IN_TIME = (2, 4, 8, 16, 32)
+# Weight of a new measurement of the time to start early steps again.
+_RESTART_RATE = 0.2
 # Acceptance rate of a drafter that is always right. It is below 1, so that `choose_lengths` gives
 # all streams equally long drafts.
 _NEARLY_RIGHT = 0.999
@@ -95,6 +105,15 @@ class Speculator:
         self._drafted = dict.fromkeys(names, 0)
         self._accepted = dict.fromkeys(names, 0)
         self._since_plain = 0
+        # A backend that starts steps early can't do so for drafts, so the first step without drafts
+        # after them takes longer by this time. (None: the last step was not such a step.)
+        self._restart_s = 0.0
+        self._restarted: tuple[int, float] | None = None
+        self._drafted_last = False
+        # Seconds that choosing drafts may take on the host now.
+        self._host_s = 0.0
+        # `_restart_s`, if a draft in the next step would cause it.
+        self._begin_s = 0.0
         self._streams = 1
         self._max_steps = math.inf
         self._drafting_s = self._undrafted_s = 0.0
@@ -120,6 +139,7 @@ class Speculator:
         if self.off_because:
             return
         self._settle()
+        self._begin_s = 0.0 if self._drafted_last else max(self._restart_s, 0.0)
         decoding = [j for j in running if not j.prefilling and j.compilation is None]
         for job in decoding:
             job.draft = []
@@ -127,19 +147,33 @@ class Speculator:
         self._limit_steps(len(decoding), shared=hurry or shared or len(running) > 1)
         if hurry or not decoding or not self.cost.known:
             return
-        # Drafts never take cells that are certain to be needed.
-        info = self.backend.info
-        prefills = len(running) > len(decoding)
-        rows = min(info.n_batch, info.n_outputs) - prefills
-        rows = min(rows, self.backend.cells_free() - info.n_batch * prefills) - len(decoding)
-        if rows < 1:
-            return
         self._streams = len(decoding)
-        proposals = [self._proposal(job, min(rows, self._most)) for job in decoding]
         if self._since_plain >= _PLAIN_EVERY:
             self._since_plain = 0
             return
+        step_s = self.cost.seconds(len(decoding))
+        self._host_s = min(self._host_s + _HOST_SHARE * step_s, _MOST_HOST_STEPS * step_s)
+        if self._host_s < 0.0:
+            return
+        self._host_s -= _HOST_S * len(decoding)
+        rows = self._free_rows(decoding, prefills=len(running) > len(decoding))
+        if rows < 1:
+            return
+        proposals = [self._proposal(job, rows) for job in decoding]
         self._fill_in(decoding, proposals, self._lengths(decoding, proposals))
+
+    def _free_rows(self, decoding: Sequence[RunningRequest], *, prefills: bool) -> int:
+        """The most draft tokens of the next step: those that there is room for, and time."""
+        # Drafts never take cells that are certain to be needed.
+        info = self.backend.info
+        rows = min(info.n_batch, info.n_outputs) - prefills
+        rows = min(rows, self.backend.cells_free() - info.n_batch * prefills) - len(decoding)
+        rows = min(rows, self._most)
+        limit_s = self._max_steps * self.cost.seconds(self._streams)
+        for n in _ROWS_IN_TIME:
+            if n < rows and self.cost.seconds(self._streams + n) > limit_s:
+                return n
+        return rows
 
     def _settle(self) -> None:
         """Charge the drafters for the last step."""
@@ -158,8 +192,7 @@ class Speculator:
         """Decode steps without drafts that `rows` wrong tokens take. The drafter computes
         `computed` tokens in lockstep.
         """
-        drafter = self.drafters[name]
-        drafting_s = DraftCandidate((), drafter.token_s, drafter.at_once).drafting_s(computed)
+        drafting_s = self.drafters[name].drafting_s(computed) + self._begin_s
         plain_s = self.cost.seconds(streams)
         return (self.cost.seconds(streams + rows) + drafting_s) / plain_s - 1.0
 
@@ -202,7 +235,7 @@ class Speculator:
         max_steps = self._max_steps
         for name in {p.drafter for p in proposals if p.drafter in self.drafters and p.survival}:
             max_steps = min(max_steps, 1.0 + self._accounts[name].balance)
-        pay = choose_lengths(proposals, self.cost.seconds, max_steps)
+        pay = choose_lengths(proposals, self.cost.seconds, max_steps, self._begin_s)
         guesses = [
             (job, p, n)
             for job, p, n in zip(decoding, proposals, pay, strict=True)
@@ -216,10 +249,11 @@ class Speculator:
         allowed_steps = max(allowed_steps, MAX_STEPS_UNPAID)
         trial_steps = min(max_steps, *[state.trial_steps() for state in states])
         if trial_steps > allowed_steps:
-            lengths = choose_lengths(proposals, self.cost.seconds, trial_steps)
+            lengths = choose_lengths(proposals, self.cost.seconds, trial_steps, self._begin_s)
             if all_gain(proposals, lengths, self.cost.seconds, PAID_GAIN):
                 return lengths
-        return choose_lengths(proposals, self.cost.seconds, min(max_steps, allowed_steps))
+        max_steps = min(max_steps, allowed_steps)
+        return choose_lengths(proposals, self.cost.seconds, max_steps, self._begin_s)
 
     def _run_drafter(
         self, name: str, drafter: Drafter, wanted: list[tuple[RunningRequest, int]]
@@ -278,7 +312,11 @@ class Speculator:
         """Return this drafter's proposal if it promises more than `best` for this job alone, else
         `best`.
         """
-        if not drafter.token_s:
+        account = back_off.account
+        may_try = not account.wait and job.n_generated >= back_off.retry_at
+        # On average 1 / (1 - rate) tokens are right, if a draft is long enough.
+        may_pay = account.trusted and self._steps(name, 1) * (1.0 - back_off.acceptance.rate) < 1.0
+        if not drafter.token_s or not (may_try or may_pay):
             return best
         most = min(most, drafter.most, _MAX_MODEL_TOKENS)
         # The longest draft that can be rejected entirely while the stream keeps its minimum speed.
@@ -286,11 +324,10 @@ class Speculator:
         length = next((n for n in range(most, 0, -1) if self._steps(name, n) <= steps), 0)
         survival = back_off.acceptance.survival(length)
         turn = Proposal(survival, drafter.token_s, drafter.at_once, name)
-        account = back_off.account
         alone = 0
-        if account.trusted:
+        if may_pay:
             (alone,) = choose_lengths([turn], self.cost.seconds, 1.0 + account.balance)
-        if not alone and not account.wait and job.n_generated >= back_off.retry_at:
+        if not alone and may_try:
             trial = self._trial_length(name, account, length)
             turn = Proposal((), drafter.token_s, drafter.at_once, name, trial=trial)
         (instead,) = choose_lengths([best], self.cost.seconds)
@@ -369,9 +406,10 @@ class Speculator:
         unsure = state.stopped_at == drafted
         state.stopped_at = -1
         # Tokens that a constraint added after them are not a gain of the draft.
-        state.learn(accepted + 1, self._steps(state.drafter, drafted, unsure))
         if not drafted and not unsure:
+            state.learn(accepted + 1, 1.0)
             return
+        state.learn(accepted + 1, self._steps(state.drafter, drafted, unsure))
         self._drafted[state.drafter] += drafted
         self._accepted[state.drafter] += accepted
         if state.drafter in state.back_offs:
@@ -388,20 +426,33 @@ class Speculator:
         by = self.drafters.get(drafter)
         drafting_s = 0.0
         if by is not None:
-            drafting_s = DraftCandidate((), by.token_s, by.at_once).drafting_s(drafted + unsure)
+            drafting_s = by.drafting_s(drafted + unsure)
         return (self.cost.seconds(1 + drafted) + drafting_s) / self.cost.seconds(1)
 
     def observe(self, *, sequences: int, rows: int, tokens: int, seconds: float) -> None:
         """Record a step without prefill that verified `rows` rows of `sequences` and emitted
         `tokens`.
         """
-        self.cost.observe(rows, seconds)
+        restarted = self._restarted
+        self._restarted = None
         if rows > sequences:
+            self.cost.observe(rows, seconds, sequences)
             self._since_plain += 1
-            self._drafting_s += seconds
-            self._undrafted_s += self.cost.seconds(sequences) * tokens / sequences
+        elif self._drafted_last:
+            self._restarted = sequences, seconds
+            self.cost.observe(rows, max(seconds - self._restart_s, seconds / 2))
         else:
+            self.cost.observe(rows, seconds)
             self._since_plain = 0
+            if restarted is not None and restarted[0] == sequences:
+                longer_s = min(max(restarted[1] - seconds, -seconds), seconds)
+                self._restart_s += _RESTART_RATE * (longer_s - self._restart_s)
+        if rows > sequences or self._drafted_last:
+            undrafted_s = self.cost.seconds(sequences) * tokens / sequences
+            self._drafting_s += seconds
+            self._undrafted_s += undrafted_s
+            self._host_s += max(undrafted_s - seconds, 0.0)
+        self._drafted_last = rows > sequences
 
     def forget(self, job: RunningRequest) -> None:
         if self._states.pop(job.id, None) is not None:

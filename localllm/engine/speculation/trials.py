@@ -43,7 +43,8 @@ class Acceptance:
 
         Their sum is (1 − a^(g+1))/(1 − a) − 1.
         """
-        return [self.rate**k for k in range(1, length + 1)]
+        rate = self.rate
+        return [rate**k for k in range(1, length + 1)]
 
 
 # The time that a drafter may lose in this engine, in decode steps without drafts: so many steps, and
@@ -59,20 +60,31 @@ _MAX_FAILURES = 9
 
 
 @dataclass
+class Pause:
+    """The pause after a draft. Each draft in a row without an accepted token doubles it."""
+
+    failures: int = 0
+
+    def after(self, accepted: int) -> int:
+        """Return the tokens (or steps) to wait after a draft of which `accepted` tokens were right."""
+        self.failures = 0 if accepted else min(self.failures + 1, _MAX_FAILURES)
+        return 1 << self.failures
+
+
+@dataclass
 class DrafterAccount:
     """The gains and losses of one drafter in one engine. All streams share them, because a draft for
     one of them lengthens the steps of all.
 
     `balance`: decode steps without drafts that it may lose now.
     `trusted`: False until a token is accepted. Before that, all drafts are trials.
-    `failures`: drafts in a row of which no token was accepted.
-    `wait`: steps until a trial may be made. Each failure doubles it.
+    `wait`: steps until a trial may be made.
     """
 
     acceptance: Acceptance = field(default_factory=Acceptance)
     balance: float = _CREDIT
     trusted: bool = False
-    failures: int = 0
+    pause: Pause = field(default_factory=Pause)
     wait: int = 0
 
     def step(self, gained: float, lost: float) -> None:
@@ -88,11 +100,9 @@ class DrafterAccount:
 
     def learn(self, accepted: int) -> None:
         """Record a draft of which `accepted` tokens were right."""
-        if accepted:
-            self.failures = 0
-            return
-        self.failures = min(self.failures + 1, _MAX_FAILURES)
-        self.wait = 2**self.failures
+        pause = self.pause.after(accepted)
+        if not accepted:
+            self.wait = pause
 
     def trial_length(self, most: int, lost: Callable[[int], float]) -> int:
         """The tokens of a trial now; 0: no trial. `lost(n)`: decode steps that n wrong tokens take.
@@ -113,12 +123,12 @@ PATIENCE_TOKENS = 24
 @dataclass
 class BackOff:
     """The acceptance of one drafter in one request, and when a trial may be made for it: after
-    `retry_at` generated tokens. Each failure in a row doubles the pause.
+    `retry_at` generated tokens.
     """
 
     account: DrafterAccount
     retry_at: int = 0
-    failures: int = 0
+    pause: Pause = field(default_factory=Pause)
 
     def __post_init__(self) -> None:
         self.acceptance = Acceptance(self.account.acceptance)
@@ -127,5 +137,4 @@ class BackOff:
         """Record that the first `accepted` of `drafted` tokens were right."""
         self.acceptance.observe(accepted, drafted)
         self.account.learn(accepted)
-        self.failures = 0 if accepted else min(self.failures + 1, _MAX_FAILURES)
-        self.retry_at = n_generated + 2**self.failures
+        self.retry_at = n_generated + self.pause.after(accepted)

@@ -196,3 +196,24 @@ def test_a_step_that_others_wait_for_takes_no_longer_than_they_may_wait(
     assert sum(bound) <= sum(free)
     if cost(n + sum(free)) <= most * cost(n):
         assert bound == free
+
+
+def test_slow_steps_with_drafts_do_not_make_plain_steps_look_slow() -> None:
+    """Otherwise a step with drafts is compared with a plain one that never took so long."""
+    cost = StepCost()
+    cost.set({1: 0.010, 4: 0.012, 8: 0.013})
+    before = cost.seconds(4) / cost.seconds(1)
+    for _ in range(6):
+        cost.observe(8, 0.060, 4)
+    assert cost.seconds(4) / cost.seconds(1) == pytest.approx(before)
+    assert cost.seconds(8) > 2 * cost.seconds(4)
+
+
+def test_a_draft_that_delays_the_next_step_must_pay_for_it() -> None:
+    likely = DraftCandidate(powers(0.8, 2))
+
+    def cost(rows: int) -> float:
+        return 1.0 + 0.1 * (rows - 1)
+
+    assert choose_lengths([likely], cost) == [2]
+    assert choose_lengths([likely], cost, begin_s=2.0) == [0]

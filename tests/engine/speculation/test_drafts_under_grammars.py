@@ -109,7 +109,7 @@ def test_a_real_model_says_the_same_with_a_half_right_guess(
     engine = Engine(backend, EngineSettings(draft="ngram", make_matcher=GrammarCompiler(backend)))
     settle(engine)
     engine.speculator.cost.set({1: 1.0, 32: 1.01})
-    engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+    engine.speculator.cost.observe = lambda *_: None  # type: ignore[method-assign]
 
     def say(key: str, draft: str, prediction: str) -> Outcome:
         return run(

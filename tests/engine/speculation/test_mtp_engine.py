@@ -67,7 +67,7 @@ def drafting(
     settle(engine)
     if free:
         engine.speculator.cost.set({1: 1.0, 32: 1.01})
-        engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+        engine.speculator.cost.observe = lambda *_: None  # type: ignore[method-assign]
         (drafter,) = engine.speculator.drafters.values()
         assert isinstance(drafter, MtpDrafter)
         assert drafter.token_s > 0, "measured while idle"
@@ -194,7 +194,7 @@ def test_a_grammar_and_a_temperature_keep_their_answers(path: Path) -> None:
 def test_heads_that_are_always_wrong_are_soon_left_alone(tmp_path: Path) -> None:
     engine = drafting(tiny_mtp.write_mtp(tmp_path / "random.gguf"), free=False)
     engine.speculator.cost.set({1: 1.0, 2: 1.7, 32: 20.0})
-    engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+    engine.speculator.cost.observe = lambda *_: None  # type: ignore[method-assign]
     run(engine, request_for("a", words(random.Random(9), 30), 400, GREEDY, ignore_eos=True))
     drafted = engine.snapshot()["drafted_mtp_tokens"]
     # Tried at the beginning and then after 48, 96, 192 … tokens, two tokens at a time.
@@ -221,7 +221,7 @@ def test_heads_that_are_never_sure_count_as_wrong() -> None:
     engine = Engine(backend, EngineSettings(draft="mtp"))
     settle(engine)
     engine.speculator.cost.set({1: 1.0, 2: 1.7, 32: 20.0})
-    engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+    engine.speculator.cost.observe = lambda *_: None  # type: ignore[method-assign]
     before = backend.asked
     run(engine, request_for("a", "say it", 400, GREEDY, ignore_eos=True))
     assert 0 < backend.asked - before <= 20

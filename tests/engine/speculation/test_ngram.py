@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.speculation.controller import HitRates
-from localllm.engine.speculation.ngram import PromptLookup, RecentOutputs, longest_match
+from localllm.engine.speculation.ngram import (
+    PromptLookup,
+    RecentOutputs,
+    SearchedText,
+    longest_match,
+)
 from localllm.engine.tokens import TokenBuffer
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
@@ -117,3 +122,14 @@ def test_acceptance_is_learnt_without_drafting() -> None:
         drafter.propose(1)
         drafter.advance([token])
     assert rates.rate(14) > before
+
+
+def test_a_text_is_continued_only_by_a_text_with_its_last_pair() -> None:
+    text = SearchedText([1, 2, 3])
+    text.extend([4])
+    assert text.may_continue(SearchedText([9, 2, 3]))
+    # No token follows the last pair yet.
+    assert not text.may_continue(SearchedText([3, 4]))
+    assert not text.may_continue(SearchedText([2]))
+    text.extend([5])
+    assert text.may_continue(SearchedText([3, 4]))

@@ -50,7 +50,7 @@ def speculating(path: Path, draft: Path | None = None, **spec: int) -> Engine:
     )
     settle(engine)
     engine.speculator.cost.set({1: 1.0, 32: 1.01})
-    engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+    engine.speculator.cost.observe = lambda *_: None  # type: ignore[method-assign]
     if small is not None:
         assert engine.speculator.drafters["model"] is not None
         engine.speculator.drafters["model"].token_s = 1e-6
