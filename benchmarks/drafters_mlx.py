@@ -131,10 +131,10 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     with tempfile.TemporaryDirectory() as name:
         model = tiny_mlx_drafters.write_target(Path(name) / "model", asked.target)
-        for arm in arms:
-            if arm in tiny_mlx_drafters.DESIGNS and asked.right:
+        for arm in {*arms} & {*tiny_mlx_drafters.DESIGNS}:
+            if asked.right:
                 tiny_mlx_drafters.write_knowing(model.parent / arm, arm, model, wrong=0.0)
-            elif arm in tiny_mlx_drafters.DESIGNS:
+            else:
                 tiny_mlx_drafters.write(model.parent / arm, arm)
         for arm in ["plain", *arms]:
             warm = begun(model, arm, asked, 0, 100)
@@ -144,9 +144,13 @@ def main() -> None:
             for arm in arms:
                 found[arm].append(compared(model, arm, asked, seed))
             print(seed, {arm: found[arm][-1] for arm in arms}, flush=True)
-    for arm in arms:
+    _report(found)
+
+
+def _report(found: dict[str, list[dict[str, float]]]) -> None:
+    for arm, rounds in found.items():
         for unit in [f"{unit}{which}" for unit in UNITS for which in ("", " slowest")]:
-            ratios = [one[unit] for one in found[arm]]
+            ratios = [one[unit] for one in rounds]
             median = statistics.median(ratios)
             print(f"{arm:8} {unit:14} {median:.3f}  ({min(ratios):.3f} to {max(ratios):.3f})")
 

@@ -145,8 +145,11 @@ class Speculator:
             job.draft = []
             job.draft_from = None
         self._limit_steps(len(decoding), shared=hurry or shared or len(running) > 1)
-        if hurry or not decoding or not self.cost.known:
-            return
+        if not hurry and decoding and self.cost.known:
+            self._choose(decoding, prefills=len(running) > len(decoding))
+
+    def _choose(self, decoding: Sequence[RunningRequest], *, prefills: bool) -> None:
+        """Draft for these requests if it pays and the host has time for it."""
         self._streams = len(decoding)
         if self._since_plain >= _PLAIN_EVERY:
             self._since_plain = 0
@@ -156,7 +159,7 @@ class Speculator:
         if self._host_s < 0.0:
             return
         self._host_s -= _HOST_S * len(decoding)
-        rows = self._free_rows(decoding, prefills=len(running) > len(decoding))
+        rows = self._free_rows(decoding, prefills=prefills)
         if rows < 1:
             return
         proposals = [self._proposal(job, rows) for job in decoding]
@@ -312,12 +315,32 @@ class Speculator:
         """Return this drafter's proposal if it promises more than `best` for this job alone, else
         `best`.
         """
+        turn, alone = self._turn(job, back_off, most, name, drafter)
+        if not (alone or turn.trial):
+            return best
+        (instead,) = choose_lengths([best], self.cost.seconds)
+        # A trial promises no gain, so it replaces `best` only if `best` has no gain either.
+        if turn.trial:
+            better = not instead
+        else:
+            better = turn.speed(alone, self.cost.seconds) > best.speed(instead, self.cost.seconds)
+        if not better or not drafter.ready(job):
+            return best
+        if turn.trial:
+            # One stream at a time.
+            back_off.account.wait = 1
+        return turn
+
+    def _turn(
+        self, job: RunningRequest, back_off: BackOff, most: int, name: str, drafter: Drafter
+    ) -> tuple[Proposal, int]:
+        """This drafter's proposal, and the tokens of it that pay for this job alone."""
         account = back_off.account
         may_try = not account.wait and job.n_generated >= back_off.retry_at
         # On average 1 / (1 - rate) tokens are right, if a draft is long enough.
         may_pay = account.trusted and self._steps(name, 1) * (1.0 - back_off.acceptance.rate) < 1.0
         if not drafter.token_s or not (may_try or may_pay):
-            return best
+            return Proposal(()), 0
         most = min(most, drafter.most, _MAX_MODEL_TOKENS)
         # The longest draft that can be rejected entirely while the stream keeps its minimum speed.
         steps = _MAX_STEPS_TRIAL + self._states[job.id].overall.total_for(MIN_GAIN, 1)
@@ -330,18 +353,7 @@ class Speculator:
         if not alone and may_try:
             trial = self._trial_length(name, account, length)
             turn = Proposal((), drafter.token_s, drafter.at_once, name, trial=trial)
-        (instead,) = choose_lengths([best], self.cost.seconds)
-        # A trial promises no gain, so it replaces `best` only if `best` has no gain either.
-        if turn.trial:
-            better = not instead
-        else:
-            better = turn.speed(alone, self.cost.seconds) > best.speed(instead, self.cost.seconds)
-        if not (alone or turn.trial) or not better or not drafter.ready(job):
-            return best
-        if turn.trial:
-            # One stream at a time.
-            account.wait = 1
-        return turn
+        return turn, alone
 
     def _trial_length(self, name: str, account: DrafterAccount, most: int) -> int:
         """The tokens of a trial draft now (0: no trial). Drafts that would not pay even if they were
