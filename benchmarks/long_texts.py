@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import io
 import os
 import sys
@@ -152,6 +153,8 @@ def main() -> None:
                 columns, _, rows = words.partition("x")
                 n_chars = min(_FIRST_CHARS, options.most)
                 while n_chars <= options.most:
+                    gc.collect()
+                    gc.freeze()  # as the command does before the screen begins
                     text = long_text(kind, n_chars)
                     size = (int(columns), int(rows))
                     times = asyncio.run(key_times_s(folder, text, size, clock))

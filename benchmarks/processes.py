@@ -27,7 +27,8 @@ from localllm.bench.stream import BenchTarget, Messages
 from localllm.bench.token_counts import Counter, Tokens
 from localllm.errors import BackendError
 
-_READY_S, _STOPPED_S = 300.0, 30.0
+# A start at the lowest priority of a busy machine takes minutes.
+_READY_S, _STOPPED_S = 1_200.0, 30.0
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """The starter model: 30 everyday questions with many seeds, by system prompt and sampling, next to
 llama-cpp-python.
 
-python -m benchmarks.starter [--seeds 20] [--tokens 64] [--only NAME ...] [--llama-cpp-python]
+python -m benchmarks.starter [--seeds 20] [--first-seed 1] [--tokens 64] [--only NAME ...]
+    [--llama-cpp-python]
 
 Counts the answers whose first sentence is sensible, by a pattern for each question, and those that
 loop: half of the last 96 words are three words that the answer had before. Answers go to
@@ -154,10 +155,10 @@ def _of_llama_cpp_python(tokens: int) -> Callable[[Variant, str, int], str]:
 
 
 def measured(
-    variant: Variant, seeds: int, one: Callable[[Variant, str, int], str], at_once: int
+    variant: Variant, seeds: range, one: Callable[[Variant, str, int], str], at_once: int
 ) -> Iterator[tuple[str, int, str]]:
     """The answers to all questions: question, seed, text."""
-    asked = [(question, seed) for question in QUESTIONS for seed in range(1, seeds + 1)]
+    asked = [(question, seed) for question in QUESTIONS for seed in seeds]
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         answers = [pool.submit(one, variant, question, seed) for question, seed in asked]
         for (question, seed), answer in zip(asked, answers, strict=True):
@@ -186,16 +187,18 @@ def main() -> None:
     """Ask every question with every seed in every way, and print the counts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--answers", type=Path)
     parser.add_argument("--llama-cpp-python", action="store_true")
     options = parser.parse_args()
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
     chosen = [variant for variant in VARIANTS if not options.only or variant.name in options.only]
     if options.llama_cpp_python:
         one = _of_llama_cpp_python(options.tokens)
         for variant in VARIANTS[:2]:
-            answers = [*measured(variant, options.seeds, one, 1)]
+            answers = [*measured(variant, seeds, one, 1)]
             report(f"llama-cpp-python, {variant.name}", answers, options.answers)
         return
     with empty_home():
@@ -205,7 +208,7 @@ def main() -> None:
         try:
             one = _of_server(f"http://127.0.0.1:{port}/v1", options.tokens)
             for variant in chosen:
-                answers = [*measured(variant, options.seeds, one, _AT_ONCE)]
+                answers = [*measured(variant, seeds, one, _AT_ONCE)]
                 report(variant.name, answers, options.answers)
         finally:
             server.stop()

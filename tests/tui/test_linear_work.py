@@ -18,6 +18,7 @@ from localllm_tui.widgets.markdown import LONGEST_BLOCK, MarkdownRows
 from localllm_tui.widgets.text import GrowingText
 from tui.conftest import Driver
 
+LINES = "x = 1\n" * 30
 KINDS = [
     "word ",
     "x",
@@ -35,16 +36,19 @@ KINDS = [
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of the texts that are parsed as Markdown."""
+    """The lengths of the texts that are parsed as Markdown, as blocks or as words."""
     lengths: list[int] = []
-    parse = MarkdownIt.parse
+    for name in ("parse", "parseInline"):
+        monkeypatch.setattr(MarkdownIt, name, counting(getattr(MarkdownIt, name), lengths))
+    return lengths
 
+
+def counting(parse: Any, lengths: list[int]) -> Any:
     def counted(self: MarkdownIt, src: str, *more: Any) -> Any:
         lengths.append(len(src))
         return parse(self, src, *more)
 
-    monkeypatch.setattr(MarkdownIt, "parse", counted)
-    return lengths
+    return counted
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
@@ -102,6 +106,25 @@ def test_a_paragraph_without_end_is_copied_as_one_line() -> None:
     for row in MarkdownRows(text).at(60):
         copied += (row.gap if row.soft else "") + row.text.plain.rstrip()
     assert copied == text
+
+
+@pytest.mark.parametrize("kind", [*KINDS, f"```py\n{LINES}```\n", "a *word* and `code` "])
+def test_the_garbage_collector_skips_the_rows_of_a_text(kind: str) -> None:
+    rows = MarkdownRows((kind * 80_000)[:80_000])
+    gc.collect()
+    before = len(gc.get_objects())
+    rows.at(60)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 4_000
+    assert len(rows.at(60)) > 500
+
+
+@pytest.mark.parametrize(
+    ("text", "begin"), [("[a](", "[a]("), ("[a](x) [b](", "[b]("), ("![a](", "![a](")]
+)
+def test_addresses_without_an_end_are_read_once(text: str, begin: str) -> None:
+    shown_text = "".join(row.text.plain for row in MarkdownRows(text * 900).at(60))
+    assert shown_text.count(begin) == 900
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -185,6 +185,7 @@ def _on_screen(
     )
     terminal_answer, typed = background.answer()
     app = ChatApp(opening, light=is_light(terminal_answer), typed=typed)
+    gc.freeze()  # what is imported stays, so the collections between keys skip it
     app.run(mouse=settings.value("chat_mouse"))
     if app.return_code:
         raise typer.Exit(app.return_code)

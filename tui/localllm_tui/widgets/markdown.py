@@ -9,39 +9,35 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from markdown_it import MarkdownIt
 from markdown_it.tree import SyntaxTreeNode
 from rich.style import Style
 from rich.text import Text
 
 from localllm_tui.widgets.code import highlighted
-from localllm_tui.widgets.formulas import as_lines, as_unicode, with_formulas
+from localllm_tui.widgets.formulas import as_lines, as_unicode
 from localllm_tui.widgets.mermaid import diagram_rows
-from localllm_tui.widgets.rows import EMPTY, SOURCE, MarkdownRow, wrapped
+from localllm_tui.widgets.rows import EMPTY, MarkdownRow, Rows, wrapped
 from localllm_tui.widgets.tables import table_rows
+from localllm_tui.widgets.words import parser_of_blocks, styled
 
 # Code is highlighted and wrapped in chunks of this many lines, each once, so that a long listing
 # can grow.
 CODE_LINES = 60
-# So many brackets without a closing one are no link. The parser's time for links is quadratic in the
-# number of open brackets.
-_OPEN_BRACKETS = re.compile(r"(?:\[[^\[\]]*){64}")
-# The characters that are laid out at once, if that takes no more than so much processor time.
+# The characters that are laid out at once, if that takes no more than so much processor time. The
+# texts of a screen share this time, and each gets one part.
 FIRST_CHARS = 16_000
 _FIRST_S = 0.05
+_SHARED_FOR_S = 0.5
 # Longer lines of prose are hard to read.
 PROSE_CELLS = 102
 # The characters of the longest block that is laid out whole.
 LONGEST_BLOCK = 4_000
 _BULLETS = "•▪‣⭑◦"
 _LISTS = ("bullet_list", "ordered_list")
-_MARKS = {"strong": "bold", "em": "italic", "s": "strike", "link": "link"}
-_ADDRESSES = {"image": "src", "link": "href"}
-_BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 
 
 _NO_END = 1 << 62
@@ -52,15 +48,37 @@ _KEEPS_LINES = ("fence", "code_block", "table", "line", "html_block")
 class _Piece:
     """A part of the text that is laid out in one step.
 
+    `lay_out`: makes its rows.
     `line`: the line of the tail at which it begins.
     `number`: the number of a list item, except the first.
     `kind`: the type of its node.
     """
 
-    rows: list[MarkdownRow]
+    lay_out: Callable[[], Iterable[MarkdownRow]]
     line: int
     number: int | None = None
     kind: str = ""
+
+
+class _FirstTime:
+    """The processor time for the first parts of all texts that are laid out at about the same
+    time."""
+
+    def __init__(self) -> None:
+        self._spent_s = 0.0
+        self._begun_s = float("-inf")
+
+    def left_s(self) -> float:
+        if time.monotonic() - self._begun_s > _SHARED_FOR_S:
+            self._begun_s = time.monotonic()
+            self._spent_s = 0.0
+        return _FIRST_S - self._spent_s
+
+    def spent(self, cpu_s: float) -> None:
+        self._spent_s += cpu_s
+
+
+_first_time = _FirstTime()
 
 
 class MarkdownRows:
@@ -77,14 +95,14 @@ class MarkdownRows:
         self._plain = plain
         self._width = 0  # not laid out yet
 
-    def at(self, width: int) -> list[MarkdownRow]:
+    def at(self, width: int) -> Rows:
         """All rows at this width."""
         rows = self.so_far(width)
         while not self.complete:
             self.lay_out_more()
         return rows
 
-    def so_far(self, width: int) -> list[MarkdownRow]:
+    def so_far(self, width: int) -> Rows:
         """The rows that are laid out at this width: at least those of the first characters."""
         if width != self._width:
             self._width = width
@@ -105,7 +123,9 @@ class MarkdownRows:
 
     def _lay_out_first(self) -> None:
         end = self._taken + FIRST_CHARS
-        self.lay_out_for(_FIRST_S, end)
+        begun_s = time.thread_time()
+        self.lay_out_for(_first_time.left_s(), end)
+        _first_time.spent(time.thread_time() - begun_s)
 
     def lay_out_for(self, cpu_s: float, end: int = _NO_END) -> None:
         """Lay out the next parts, up to the character `end`, until so many seconds of processor
@@ -117,7 +137,7 @@ class MarkdownRows:
                 break
 
     def _begin(self) -> None:
-        self._rows: list[MarkdownRow] = []
+        self._rows = Rows()
         self._tail = ""  # the text from the last block on
         self._taken = 0  # the characters of the text that are laid out
         self.finished = 0
@@ -137,29 +157,54 @@ class MarkdownRows:
         self._taken += len(new)
         self._tail += new
         self._lay_out()
-        if len(self._tail) > LONGEST_BLOCK:
-            self._cut()
 
     def _lay_out(self) -> None:
         """Lay out the tail again: the last block, and those after it."""
-        del self._rows[self.finished :]
-        lines, pieces = self._parsed()
-        self._kind = pieces[0].kind if pieces else ""
+        self._rows.cut(self.finished)
+        lines = _lines(self._tail)
+        nodes: Sequence[SyntaxTreeNode] = ()
+        if self._plain:
+            pieces = [*self._lines(lines)]
+        else:
+            nodes = self._nodes()
+            pieces = [*self._pieces(nodes)]
+        too_long = len(self._tail) > LONGEST_BLOCK
+        if too_long and len(pieces) < 2:
+            self._cut(pieces[0].kind if pieces else "")
+        else:
+            self._add_rows(lines, pieces, too_long=too_long)
+        _free(nodes)
+
+    def _add_rows(self, lines: list[str], pieces: list[_Piece], *, too_long: bool) -> None:
         # The kind of a line is only known at its end: "-" may become "---", or belong to the
         # previous line.
         begun = max((n for n, piece in enumerate(pieces) if piece.line < len(lines) - 1), default=0)
-        if not begun and len(pieces) > 1 and len(self._tail) > LONGEST_BLOCK:
+        if not begun and too_long:
             begun = 1
-        for n, piece in enumerate(pieces):
+        for n, rows in enumerate(self._laid_out(pieces)):
             if n == begun and n:
-                self._finish(piece.number, "".join(lines[piece.line :]))
-            self._rows += piece.rows
+                self._finish(pieces[n].number, "".join(lines[pieces[n].line :]))
+            self._rows.add(rows)
 
-    def _parsed(self) -> tuple[list[str], list[_Piece]]:
-        lines = _lines(self._tail)
-        if self._plain:
-            return lines, self._joined([*self._lines(lines)])
-        return lines, self._joined([*self._pieces()])
+    def _laid_out(self, pieces: Iterable[_Piece]) -> Iterator[list[MarkdownRow]]:
+        """The rows of each piece. An empty row separates it from existing rows; an empty quote has
+        no rows."""
+        above = bool(self.finished) and not self._continued
+        joins = self._begins_in_row()
+        for piece in pieces:
+            rows = [*piece.lay_out()]
+            if rows and joins:
+                rows[0] = replace(rows[0], soft=True, gap=self._gap)
+            elif rows and above and piece.number is None and not self._plain:
+                rows.insert(0, EMPTY)
+            joins = False
+            above = above or bool(rows)
+            yield rows
+
+    def _begins_in_row(self) -> bool:
+        """True if the tail begins within a row."""
+        keeps_line = self._continued in _KEEPS_LINES and self._gap
+        return bool(self._continued) and self._gap != "\n" and not keeps_line
 
     def _finish(self, number: int | None, tail: str, gap: str = "") -> None:
         """Let the tail begin after the rows that are there."""
@@ -170,9 +215,8 @@ class MarkdownRows:
         self._gap = gap
         self._continued = self._opening = ""
 
-    def _cut(self) -> None:
+    def _cut(self, kind: str) -> None:
         """Cut the only block of a tail that is too long: after a line, else after a word."""
-        kind = self._kind
         tail = self._tail
         opening = self._opening or _opening(kind, tail)
         at = tail.rfind("\n", len(opening) + 1, LONGEST_BLOCK) + 1
@@ -191,39 +235,19 @@ class MarkdownRows:
         self._opening = opening
         self._lay_out()
 
-    def _joined(self, pieces: list[_Piece]) -> list[_Piece]:
-        """`pieces`, the first of which may continue the row before it."""
-        broken = self._gap == "\n" or (self._continued in _KEEPS_LINES and self._gap)
-        if self._continued and pieces and pieces[0].rows and not broken:
-            first, *rest = pieces[0].rows
-            pieces[0] = replace(pieces[0], rows=[replace(first, soft=True, gap=self._gap), *rest])
-        return pieces
-
     def _lines(self, lines: Sequence[str]) -> Iterator[_Piece]:
         for n, line in enumerate(lines):
-            rows = [EMPTY]
-            if line.rstrip("\n"):
-                rows = [*wrapped(Text(line.rstrip("\n")), min(self._width, PROSE_CELLS))]
-            yield _Piece(rows, n, kind="line")
+            yield _Piece(partial(_line_rows, line.rstrip("\n"), self._width), n, kind="line")
 
-    def _pieces(self) -> Iterator[_Piece]:
+    def _pieces(self, nodes: Sequence[SyntaxTreeNode]) -> Iterator[_Piece]:
         """The blocks of the tail, of a list each item: lists grow long."""
-        nodes = self._nodes()
-        # separate it from existing rows; an empty quote has no rows
-        above = bool(self.finished) and not self._continued
         for n, node in enumerate(nodes):
-            pieces = self._pieces_of(node, self._number if n == 0 else None)
-            if above and pieces and pieces[0].rows and pieces[0].number is None:
-                pieces[0] = replace(pieces[0], rows=[EMPTY, *pieces[0].rows])
-            above = above or any(piece.rows for piece in pieces)
-            yield from pieces
-        _free(nodes)
+            yield from self._pieces_of(node, self._number if n == 0 else None)
 
     def _nodes(self) -> Sequence[SyntaxTreeNode]:
         """Parse the tail, and number its code blocks."""
         text = self._opening + self._tail
-        has_links = _OPEN_BRACKETS.search(text) is None
-        root = SyntaxTreeNode(_parser(has_links=has_links).parse(text))
+        root = SyntaxTreeNode(parser_of_blocks().parse(text))
         fences = [node for node in root.walk() if node.type == "fence"]
         if self._opening:
             root.children[0].meta["continued"] = True
@@ -236,16 +260,20 @@ class MarkdownRows:
         if node.type in _LISTS:
             return [*self._items(node, begun)]
         line = max(0, _line(node) - self._opening.count("\n"))
-        return [_Piece([*_block(node, self._width)], line, kind=node.type)]
+        return [_Piece(partial(_block, node, self._width), line, kind=node.type)]
 
     def _items(self, node: SyntaxTreeNode, begun: int | None) -> Iterator[_Piece]:
         """A piece for each item of a list; `begun`: the number of the first item, if the list began
         before the tail."""
         first = _first(node) if begun is None else begun
         for number, item in enumerate(node.children, first):
-            rows = [*_item(node, item, number, self._width)]
             begins_list = begun is None and number == first
-            yield _Piece(rows, _line(item), None if begins_list else number, "paragraph")
+            yield _Piece(
+                partial(_item, node, item, number, self._width),
+                _line(item),
+                None if begins_list else number,
+                "paragraph",
+            )
 
 
 def _free(nodes: Iterable[SyntaxTreeNode]) -> None:
@@ -270,19 +298,17 @@ def _opening(kind: str, text: str) -> str:
     return opening
 
 
+def _line_rows(line: str, width: int) -> Iterable[MarkdownRow]:
+    """The rows of a line that is not Markdown."""
+    if not line:
+        return [EMPTY]
+    return wrapped(Text(line), min(width, PROSE_CELLS))
+
+
 def _line(node: SyntaxTreeNode) -> int:
     if node.map:
         return node.map[0]
     return 0
-
-
-@lru_cache(maxsize=2)
-def _parser(*, has_links: bool) -> MarkdownIt:
-    # Links by reference are shown as written, because their addresses may arrive much later.
-    parser = MarkdownIt("gfm-like").disable("reference")
-    if not has_links:
-        parser.disable(["link", "image"])
-    return with_formulas(parser)
 
 
 def _lines(text: str) -> list[str]:
@@ -313,14 +339,14 @@ def _leaf(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
         return _table(node, width)
     width = min(width, PROSE_CELLS)
     if node.type == "heading":
-        return wrapped(_inline(node, f"heading.{node.tag}"), width)
+        return wrapped(_words(node, f"heading.{node.tag}"), width)
     if node.type == "formula_block":
         return _formula(node, width)
     if node.type == "html_block":
         return wrapped(Text(node.content.rstrip()), width)
     if node.type == "hr":
         return iter([MarkdownRow(Text("─" * width, "rule"))])
-    return wrapped(_inline(node), width)
+    return wrapped(_words(node), width)
 
 
 def _code_block(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
@@ -430,50 +456,9 @@ def _table(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
 
 
 def _cells(line: SyntaxTreeNode, style: str) -> list[Text]:
-    return [_inline(cell, style) for cell in line.children]
+    return [_words(cell, style) for cell in line.children]
 
 
-# -- words -----------------------------------------------------------------------------------------
-
-
-def _inline(node: SyntaxTreeNode, style: str = "") -> Text:
-    text = Text(style=style)
-    for inline in node.children:
-        _words(inline, text)
-    return text
-
-
-def _words(node: SyntaxTreeNode, text: Text) -> None:
-    start = len(text)
-    own = _own_text(node)
-    if own is not None:
-        text.append(own, "code.inline" if node.type == "code_inline" else None)
-        if node.type == "formula":
-            text.stylize(Style(meta={SOURCE: node.markup}), start)
-    else:
-        for child in node.children:
-            _words(child, text)
-    if node.type in _MARKS:
-        text.stylize(_MARKS[node.type], start)
-    if node.type in _ADDRESSES:
-        address = str(node.attrs.get(_ADDRESSES[node.type], ""))
-        text.stylize(Style(meta={"@click": ("link", (address,))}), start)
-
-
-def _own_text(node: SyntaxTreeNode) -> str | None:
-    """The text of a part of a line; None if it consists of other parts."""
-    if node.type == "text":
-        return re.sub(r"\s+", " ", node.content)
-    if node.type == "code_inline":
-        return node.content
-    if node.type == "formula":
-        return as_unicode(node.content) or node.markup
-    if node.type == "softbreak":
-        return " "
-    if node.type == "hardbreak" or (node.type == "html_inline" and _BREAK.fullmatch(node.content)):
-        return "\n"
-    if node.type == "html_inline":
-        return node.content
-    if node.type == "image":
-        return f"🖼  {node.content}".rstrip()
-    return None
+def _words(node: SyntaxTreeNode, style: str = "") -> Text:
+    source = "".join(inline.content for inline in node.children)
+    return styled(source, style)

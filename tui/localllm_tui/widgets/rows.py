@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, overload
 
 from rich.console import Console
 from rich.style import Style
-from rich.text import Text
+from rich.text import Span, Text
 
 # Required by `Text.wrap`, although it has no effect in our use.
 _CONSOLE = Console(width=80)
@@ -29,6 +31,50 @@ class MarkdownRow:
 
 
 EMPTY = MarkdownRow(Text(""))
+
+
+class Rows(Sequence[MarkdownRow]):
+    """The rows of a text, of which a long one has many 100,000. They are kept as tuples of texts
+    and numbers, which the garbage collector skips. A row is made when it is read."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Any, ...]] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @overload
+    def __getitem__(self, at: int) -> MarkdownRow: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[MarkdownRow]: ...
+    def __getitem__(self, at: int | slice) -> MarkdownRow | list[MarkdownRow]:
+        if isinstance(at, slice):
+            return [_made(kept) for kept in self._kept[at]]
+        return _made(self._kept[at])
+
+    def add(self, rows: Iterable[MarkdownRow]) -> None:
+        for row in rows:
+            text = row.text
+            spans = itertools.chain.from_iterable(text.spans)
+            drawn = (row.soft, row.gap, row.lead, row.fill, row.label, row.source)
+            self._kept.append((text.plain, text.style, *drawn, *spans))
+
+    def cut(self, n: int) -> None:
+        """Keep the first `n` rows only."""
+        del self._kept[n:]
+
+    def plain(self) -> Iterator[str]:
+        """The texts of the rows, without styles."""
+        for kept in self._kept:
+            yield kept[0]
+
+
+def _made(kept: tuple[Any, ...]) -> MarkdownRow:
+    plain, style, *drawn = kept[:8]
+    parts = iter(kept[8:])
+    spans = [Span(start, end, mark) for start, end, mark in zip(parts, parts, parts, strict=True)]
+    return MarkdownRow(Text(plain, style, spans=spans), *drawn)
+
 
 # The name under which a style keeps the text that is copied in place of what is shown.
 SOURCE = "source"

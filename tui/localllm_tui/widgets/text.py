@@ -20,7 +20,7 @@ from localllm_tui.control.attachments import code_block
 from localllm_tui.messages import CopyWanted, TextGrew
 from localllm_tui.widgets.code import palette
 from localllm_tui.widgets.markdown import MarkdownRows
-from localllm_tui.widgets.rows import MarkdownRow, copied
+from localllm_tui.widgets.rows import MarkdownRow, Rows, copied
 
 _OPENED = ("http", "https", "mailto")
 # A long text is laid out in parts, one text at a time. Between the parts keys are handled.
@@ -81,9 +81,9 @@ class GrowingText(Widget):
         self._rows(self.size.width)
         self._lay_out_for(_SEARCH_S)
         rows = self._rows(self.size.width)
-        return [y for y, row in enumerate(rows) if searched.search(row.text.plain)]
+        return [y for y, plain in enumerate(rows.plain()) if searched.search(plain)]
 
-    def _rows(self, width: int) -> list[MarkdownRow]:
+    def _rows(self, width: int) -> Rows:
         """The rows that are laid out. The rest follows later."""
         rows = self.rows.so_far(width)
         self._go_on()
