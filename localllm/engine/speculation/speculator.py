@@ -18,6 +18,7 @@ from localllm.engine.speculation.controller import (
     choose_lengths,
 )
 from localllm.engine.speculation.ngram import PromptLookup, RecentOutputs
+from localllm.engine.speculation.plain_steps import EarlyStart, HostTime
 from localllm.engine.speculation.stream_drafts import (
     MAX_STEPS_UNPAID,
     MIN_GAIN,
@@ -50,16 +51,8 @@ _MAX_STEPS_TRIAL = 3.0
 # Steps with drafts do not measure the cost of a step without drafts. So one step in this many has no
 # drafts.
 _PLAIN_EVERY = 64
-# Choosing drafts takes about _HOST_S for each stream (measured: 0.1 ms for four), which is long for a
-# tiny model. It may take a share of the time, up to so many decode steps at once, and the time that
-# drafts saved. If it was not limited, it took 1.2 of 7.8 ms of a step of four streams.
-_HOST_S = 20e-6
-_HOST_SHARE = 0.004
-_MOST_HOST_STEPS = 0.5
 # Draft lengths that are compared with the time that a step may take.
 _ROWS_IN_TIME = (2, 4, 8, 16, 32)
-# Weight of a new measurement of the time to start early steps again.
-_RESTART_RATE = 0.2
 # Acceptance rate of a drafter that is always right. It is below 1, so that `choose_lengths` gives
 # all streams equally long drafts.
 _NEARLY_RIGHT = 0.999
@@ -105,15 +98,8 @@ class Speculator:
         self._drafted = dict.fromkeys(names, 0)
         self._accepted = dict.fromkeys(names, 0)
         self._since_plain = 0
-        # A backend that starts steps early can't do so for drafts, so the first step without drafts
-        # after them takes longer by this time. (None: the last step was not such a step.)
-        self._restart_s = 0.0
-        self._restarted: tuple[int, float] | None = None
-        self._drafted_last = False
-        # Seconds that choosing drafts may take on the host now.
-        self._host_s = 0.0
-        # `_restart_s`, if a draft in the next step would cause it.
-        self._begin_s = 0.0
+        self._host = HostTime()
+        self._early = EarlyStart()
         self._streams = 1
         self._max_steps = math.inf
         self._drafting_s = self._undrafted_s = 0.0
@@ -139,7 +125,6 @@ class Speculator:
         if self.off_because:
             return
         self._settle()
-        self._begin_s = 0.0 if self._drafted_last else max(self._restart_s, 0.0)
         decoding = [j for j in running if not j.prefilling and j.compilation is None]
         for job in decoding:
             job.draft = []
@@ -154,11 +139,8 @@ class Speculator:
         if self._since_plain >= _PLAIN_EVERY:
             self._since_plain = 0
             return
-        step_s = self.cost.seconds(len(decoding))
-        self._host_s = min(self._host_s + _HOST_SHARE * step_s, _MOST_HOST_STEPS * step_s)
-        if self._host_s < 0.0:
+        if not self._host.allows(self._streams, self.cost.seconds(self._streams)):
             return
-        self._host_s -= _HOST_S * len(decoding)
         rows = self._free_rows(decoding, prefills=prefills)
         if rows < 1:
             return
@@ -195,7 +177,7 @@ class Speculator:
         """Decode steps without drafts that `rows` wrong tokens take. The drafter computes
         `computed` tokens in lockstep.
         """
-        drafting_s = self.drafters[name].drafting_s(computed) + self._begin_s
+        drafting_s = self.drafters[name].drafting_s(computed) + self._early.cost_s
         plain_s = self.cost.seconds(streams)
         return (self.cost.seconds(streams + rows) + drafting_s) / plain_s - 1.0
 
@@ -238,7 +220,7 @@ class Speculator:
         max_steps = self._max_steps
         for name in {p.drafter for p in proposals if p.drafter in self.drafters and p.survival}:
             max_steps = min(max_steps, 1.0 + self._accounts[name].balance)
-        pay = choose_lengths(proposals, self.cost.seconds, max_steps, self._begin_s)
+        pay = choose_lengths(proposals, self.cost.seconds, max_steps, self._early.cost_s)
         guesses = [
             (job, p, n)
             for job, p, n in zip(decoding, proposals, pay, strict=True)
@@ -252,11 +234,11 @@ class Speculator:
         allowed_steps = max(allowed_steps, MAX_STEPS_UNPAID)
         trial_steps = min(max_steps, *[state.trial_steps() for state in states])
         if trial_steps > allowed_steps:
-            lengths = choose_lengths(proposals, self.cost.seconds, trial_steps, self._begin_s)
+            lengths = choose_lengths(proposals, self.cost.seconds, trial_steps, self._early.cost_s)
             if all_gain(proposals, lengths, self.cost.seconds, PAID_GAIN):
                 return lengths
         max_steps = min(max_steps, allowed_steps)
-        return choose_lengths(proposals, self.cost.seconds, max_steps, self._begin_s)
+        return choose_lengths(proposals, self.cost.seconds, max_steps, self._early.cost_s)
 
     def _run_drafter(
         self, name: str, drafter: Drafter, wanted: list[tuple[RunningRequest, int]]
@@ -445,26 +427,20 @@ class Speculator:
         """Record a step without prefill that verified `rows` rows of `sequences` and emitted
         `tokens`.
         """
-        restarted = self._restarted
-        self._restarted = None
-        if rows > sequences:
+        drafted = rows > sequences
+        counts = drafted or self._early.after_drafts
+        usual_s = self._early.observe(sequences, seconds, drafted=drafted)
+        if drafted:
             self.cost.observe(rows, seconds, sequences)
             self._since_plain += 1
-        elif self._drafted_last:
-            self._restarted = sequences, seconds
-            self.cost.observe(rows, max(seconds - self._restart_s, seconds / 2))
         else:
-            self.cost.observe(rows, seconds)
+            self.cost.observe(rows, usual_s)
             self._since_plain = 0
-            if restarted is not None and restarted[0] == sequences:
-                longer_s = min(max(restarted[1] - seconds, -seconds), seconds)
-                self._restart_s += _RESTART_RATE * (longer_s - self._restart_s)
-        if rows > sequences or self._drafted_last:
+        if counts:
             undrafted_s = self.cost.seconds(sequences) * tokens / sequences
             self._drafting_s += seconds
             self._undrafted_s += undrafted_s
-            self._host_s += max(undrafted_s - seconds, 0.0)
-        self._drafted_last = rows > sequences
+            self._host.gain(undrafted_s - seconds)
 
     def forget(self, job: RunningRequest) -> None:
         if self._states.pop(job.id, None) is not None:
