@@ -142,6 +142,7 @@ class Capabilities:
     `drafts`: longest draft (tokens) of the loaded draft heads (`Backend.draft`); 0 = no heads.
     `draft_kind`: "mtp" = the model's own heads; "eagle3", "dflash", "assistant" =
     `LoadSpec.drafter`; "" = none. "dflash" computes a draft in one pass.
+    `pads_drafts`: in a step of several sequences, each takes as many rows as the longest draft needs.
     `sliced_prefill`: prompts can be computed between decode steps (`Backend.slice_prefill`).
     `samples`: the backend can sample a chunk's next token (`SampleSpec`).
     `asynchronous`: `step` may return before the step is computed. Its result then waits for the
@@ -162,6 +163,7 @@ class Capabilities:
     segments: bool
     drafts: int = 0
     draft_kind: str = ""
+    pads_drafts: bool = False
     sliced_prefill: bool = False
     states: bool = False
     samples: bool = False

@@ -22,7 +22,7 @@ from localllm.engine.background import BackgroundTurns, give_way
 from localllm.engine.cache.disk import tier_of
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.store import KvStore
-from localllm.engine.contention import ThreadThrottle, of_this_process
+from localllm.engine.contention import CpuContention, ThreadThrottle, of_this_process
 from localllm.engine.kv_receiving import KvReceiver
 from localllm.engine.kv_sending import KvSender, Outlet, no_outlet
 from localllm.engine.media import MediaSteps, media_steps
@@ -65,7 +65,8 @@ class Engine:
     """Serves many requests over one backend.
 
     Not thread-safe on purpose: one thread makes all calls. `available` returns the bytes of memory
-    that can be allocated now (None: ask the system). KV for other servers goes to `outlet`.
+    that can be allocated now (None: ask the system). KV for other servers goes to `outlet`. `others`
+    measures what other programs take of the processors.
     """
 
     backend: Backend
@@ -74,6 +75,7 @@ class Engine:
     draft_backend: Backend | None = None
     available: Available | None = None
     outlet: Outlet = no_outlet
+    others: CpuContention = field(default_factory=of_this_process)
 
     def __post_init__(self) -> None:
         wanted = self.settings
@@ -81,12 +83,11 @@ class Engine:
         self.pool = SequencePool(self.backend, kv)
         self.metrics = Metrics(self.clock())
         self.guard = guard_of(self.available, wanted.headroom_bytes)
-        others = of_this_process()
         able = self.backend.capabilities
         n_batch = self.backend.info.n_batch
         self._sizer = ChunkSizer(n_batch, on_device=able.kv_on_device, gap_s=wanted.gap_s)
         self.speculator = Speculator(
-            self.backend, self.draft_backend, wanted.draft, self.clock, others, self._sizer
+            self.backend, self.draft_backend, wanted.draft, self.clock, self.others, self._sizer
         )
         kv.speed = self._sizer
         self._background = BackgroundTurns(self.speculator.cost)
@@ -127,10 +128,11 @@ class Engine:
             self.backend, self.jobs, self.guard, wanted.cache_bytes, receiver
         )
         self._outputs = OutputProcessor(self.backend, self.jobs, self._compiler.start, self._media)
-        self.pace = DecodeSpeedTracker(others)
+        self.pace = DecodeSpeedTracker(self.others)
         loaded = (self.backend, self.draft_backend)
-        computing = [b for b in loaded if b is not None and b.capabilities.threaded]
-        self._throttle = ThreadThrottle(computing if self.settings.yields_threads else [], others)
+        threaded = [b for b in loaded if b is not None and b.capabilities.threaded]
+        yielding = threaded if self.settings.yields_threads else []
+        self._throttle = ThreadThrottle(yielding, self.others)
 
     # --- in ---------------------------------------------------------------------------------------
 
@@ -435,12 +437,10 @@ class Engine:
     def _observe(self, grants: list[Grant], seconds: float, emitted: int) -> None:
         prefilled = sum(g.n_tokens for g in grants if g.prefill)
         decoding = [g for g in grants if not g.prefill]
-        rows = sum(g.n_tokens for g in decoding)
+        drafted = [g.n_tokens - 1 for g in decoding]
         if decoding and not prefilled:
-            self.speculator.observe(
-                sequences=len(decoding), rows=rows, tokens=emitted, seconds=seconds
-            )
-        if rows == len(decoding) and self.prefill.job is None:
+            self.speculator.observe(drafted, tokens=emitted, seconds=seconds)
+        if not any(drafted) and self.prefill.job is None:
             # A slice of a prompt evicts the step's data from the processor caches, so steps next to
             # slices are slower and not measured.
             self._sizer.observe(

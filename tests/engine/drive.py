@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from localllm.engine.contention import CpuContention
 from localllm.engine.core import Engine
 from localllm.engine.messages import Event, Failure, Finish, Request, Sampling, Text, TokenLogprob
 
 GREEDY = Sampling(temperature=0.0)
+# For engines with an emulated clock: what other programs really take would change what is measured.
+ALONE = CpuContention(lambda: None)
 
 
 @dataclass

@@ -449,6 +449,7 @@ def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
         kv_on_device=on_gpu,
         drafts=drafts,
         draft_kind=draft_kind,
+        pads_drafts=not layout.recurrent,
     )
 
 

@@ -46,16 +46,26 @@ class DraftCandidate:
         return (1.0 + sum(self.survival[:length])) / seconds
 
 
+def rows_of(lengths: Sequence[int], *, padded: bool) -> int:
+    """The rows that a step computes if its sequences draft so many tokens. If they are `padded`,
+    each has as many rows as the longest one."""
+    if padded:
+        return len(lengths) * (1 + max(lengths))
+    return len(lengths) + sum(lengths)
+
+
 def choose_lengths(
     candidates: Sequence[DraftCandidate],
     cost: Callable[[int], float],
     max_steps: float = math.inf,
     begin_s: float = 0.0,
+    *,
+    padded: bool = False,
 ) -> list[int]:
     """Choose the draft length of every decoding sequence for the next step.
 
     `cost(rows)` is in seconds. With drafts the step may take `max_steps` times as long as
-    without. `begin_s` is a further cost of any draft in this step.
+    without. `begin_s` is a further cost of any draft in this step. `padded`: see `rows_of`.
 
     A sequence that drafts g tokens with survival s gets 1 + s1 + … + sg tokens from the step. With
     constant acceptance a that is (1 − a^(g+1))/(1 − a). Tokens are added in order of their chance
@@ -77,15 +87,17 @@ def choose_lengths(
     best = none
     best_score = n * math.log(_WORTH)
     gain = 0.0
-    dear = any(c.token_s for c in candidates)
-    for k, (s, i) in enumerate(ranked, start=1):
+    longest = 0
+    drafting_s = 0.0
+    for n_drafted, (s, i) in enumerate(ranked, start=1):
         gain += math.log1p(s / expected[i])
         expected[i] += s
         lengths[i] += 1
-        drafting = begin_s
-        if dear:
-            drafting += max(c.drafting_s(g) for c, g in zip(candidates, lengths, strict=True))
-        slower = (cost(n + k) + drafting) / plain
+        longest = max(longest, lengths[i])
+        # The streams draft in lockstep.
+        drafting_s = max(drafting_s, candidates[i].drafting_s(lengths[i]))
+        rows = n * (1 + longest) if padded else n + n_drafted
+        slower = (cost(rows) + begin_s + drafting_s) / plain
         if slower > max_steps:
             break
         score = gain - n * math.log(slower)
@@ -100,11 +112,13 @@ def all_gain(
     lengths: Sequence[int],
     cost: Callable[[int], float],
     gain: float,
+    *,
+    padded: bool = False,
 ) -> bool:
     """Return whether every stream that drafts should become faster by the factor `gain` in this
     step.
     """
-    steps = cost(len(lengths) + sum(lengths)) / cost(len(lengths))
+    steps = cost(rows_of(lengths, padded=padded)) / cost(len(lengths))
     return all(
         1.0 + sum(c.survival[:n]) >= gain * steps
         for c, n in zip(candidates, lengths, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,9 +15,10 @@ from localllm.engine.speculation.controller import (
     HitRates,
     all_gain,
     choose_lengths,
+    rows_of,
 )
 from localllm.engine.speculation.ngram import PromptLookup, RecentOutputs
-from localllm.engine.speculation.plain_steps import EarlyStart, HostTime
+from localllm.engine.speculation.step_limits import EarlyStart, HostTime, StepLimit
 from localllm.engine.speculation.stream_drafts import (
     MAX_STEPS_UNPAID,
     MIN_GAIN,
@@ -34,16 +34,6 @@ from localllm_backends.contract import Backend, BackendFailure
 # Acceptance rate of text that a grammar forces: the model nearly always follows it token by token.
 _FORCED_RATE = 0.95
 _MAX_MODEL_TOKENS = 16
-# Limits of a step with drafts, in decode steps without drafts. A single stream may take a long step
-# that emits 60 tokens, if that is faster overall. If other streams share the step, it may take this
-# many steps of one stream, or _MAX_STEPS_TOGETHER steps of all streams, whichever is longer.
-# Readers prefer an even flow of words.
-_MAX_STEPS_SHARED = 2.5
-_MAX_STEPS_TOGETHER = 1.5
-# When a request ends, its client often sends the next one within milliseconds (agents do). That
-# request would wait for an entire long step. So a stream that is alone again gets longer steps
-# only gradually: the limit grows by this factor per step.
-_ALONE_AGAIN = 1.5
 # Drafters that compute cost a stream at most this many decode steps without drafts, plus 1.5 % of
 # its time. Over the first 24 tokens that is 1.15 times the time without drafts, and over
 # 200 tokens a speed of 0.97.
@@ -101,7 +91,8 @@ class Speculator:
         self._host = HostTime()
         self._early = EarlyStart()
         self._streams = 1
-        self._max_steps = math.inf
+        self._padded = self.backend.capabilities.pads_drafts
+        self._limit = StepLimit()
         self._drafting_s = self._undrafted_s = 0.0
         self._probe = CostProbe(self.backend, self.cost, self.others, self.clock, self.reading)
         # The longest draft that can be rewound.
@@ -129,7 +120,10 @@ class Speculator:
         for job in decoding:
             job.draft = []
             job.draft_from = None
-        self._limit_steps(len(decoding), shared=hurry or shared or len(running) > 1)
+        single = 1.0
+        if self.cost.known:
+            single = self.cost.seconds(1) / self.cost.seconds(max(1, len(decoding)))
+        self._limit.update(single, shared=hurry or shared or len(running) > 1)
         if not hurry and decoding and self.cost.known:
             self._choose(decoding, prefills=len(running) > len(decoding))
 
@@ -154,7 +148,7 @@ class Speculator:
         rows = min(info.n_batch, info.n_outputs) - prefills
         rows = min(rows, self.backend.cells_free() - info.n_batch * prefills) - len(decoding)
         rows = min(rows, self._most)
-        limit_s = self._max_steps * self.cost.seconds(self._streams)
+        limit_s = self._limit.steps * self.cost.seconds(self._streams)
         for n in _ROWS_IN_TIME:
             if n < rows and self.cost.seconds(self._streams + n) > limit_s:
                 return n
@@ -167,19 +161,20 @@ class Speculator:
             gained = lost = 0.0
             if used:
                 gained = sum(draft.accepted for draft in used) / self._emitted
-                rows = sum(draft.drafted for draft in used)
-                lost = self._lost_steps(name, self._emitted, rows, max(d.computed for d in used))
+                lengths = [draft.drafted for draft in used]
+                lengths += [0] * (self._emitted - len(used))
+                lost = self._lost_steps(name, lengths, max(d.computed for d in used))
             account.step(gained, lost)
         self._emitted = 0
         self._used = {}
 
-    def _lost_steps(self, name: str, streams: int, rows: int, computed: int) -> float:
-        """Decode steps without drafts that `rows` wrong tokens take. The drafter computes
+    def _lost_steps(self, name: str, lengths: Sequence[int], computed: int) -> float:
+        """Decode steps without drafts that wrong drafts of these lengths take. The drafter computes
         `computed` tokens in lockstep.
         """
         drafting_s = self.drafters[name].drafting_s(computed) + self._early.cost_s
-        plain_s = self.cost.seconds(streams)
-        return (self.cost.seconds(streams + rows) + drafting_s) / plain_s - 1.0
+        rows = rows_of(lengths, padded=self._padded)
+        return (self.cost.seconds(rows) + drafting_s) / self.cost.seconds(len(lengths)) - 1.0
 
     def _fill_in(
         self,
@@ -201,26 +196,14 @@ class Speculator:
                 name, drafter, [(j, n or p.trial) for j, p, n in chosen if p.drafter == name]
             )
 
-    def _limit_steps(self, n_decoding: int, *, shared: bool) -> None:
-        """Set how much drafts may lengthen a step: little if it is `shared`, gradually more if it
-        is not.
-        """
-        if not shared:
-            self._max_steps *= _ALONE_AGAIN
-            return
-        single = 1.0
-        if self.cost.known:
-            single = self.cost.seconds(1) / self.cost.seconds(max(1, n_decoding))
-        self._max_steps = max(_MAX_STEPS_TOGETHER, _MAX_STEPS_SHARED * single)
-
     def _lengths(
         self, decoding: Sequence[RunningRequest], proposals: Sequence[Proposal]
     ) -> list[int]:
         """Choose how many tokens of each proposal to draft."""
-        max_steps = self._max_steps
+        max_steps = self._limit.steps
         for name in {p.drafter for p in proposals if p.drafter in self.drafters and p.survival}:
             max_steps = min(max_steps, 1.0 + self._accounts[name].balance)
-        pay = choose_lengths(proposals, self.cost.seconds, max_steps, self._early.cost_s)
+        pay = self._worthwhile(proposals, max_steps)
         guesses = [
             (job, p, n)
             for job, p, n in zip(decoding, proposals, pay, strict=True)
@@ -234,11 +217,17 @@ class Speculator:
         allowed_steps = max(allowed_steps, MAX_STEPS_UNPAID)
         trial_steps = min(max_steps, *[state.trial_steps() for state in states])
         if trial_steps > allowed_steps:
-            lengths = choose_lengths(proposals, self.cost.seconds, trial_steps, self._early.cost_s)
-            if all_gain(proposals, lengths, self.cost.seconds, PAID_GAIN):
+            lengths = self._worthwhile(proposals, trial_steps)
+            if all_gain(proposals, lengths, self.cost.seconds, PAID_GAIN, padded=self._padded):
                 return lengths
-        max_steps = min(max_steps, allowed_steps)
-        return choose_lengths(proposals, self.cost.seconds, max_steps, self._early.cost_s)
+        return self._worthwhile(proposals, min(max_steps, allowed_steps))
+
+    def _worthwhile(self, candidates: Sequence[DraftCandidate], max_steps: float) -> list[int]:
+        """The draft lengths that pay in a step of these candidates."""
+        seconds = self.cost.seconds
+        return choose_lengths(
+            candidates, seconds, max_steps, self._early.cost_s, padded=self._padded
+        )
 
     def _run_drafter(
         self, name: str, drafter: Drafter, wanted: list[tuple[RunningRequest, int]]
@@ -344,12 +333,12 @@ class Speculator:
         drafter = self.drafters[name]
         survival = [_NEARLY_RIGHT ** (k + 1) for k in range(most)]
         right = DraftCandidate(survival, drafter.token_s, drafter.at_once)
-        if not any(choose_lengths([right] * self._streams, self.cost.seconds, self._max_steps)):
+        if not any(self._worthwhile([right] * self._streams, self._limit.steps)):
             account.wait = PATIENCE_TOKENS
             return 0
 
         def lost(n: int) -> float:
-            return self._lost_steps(name, self._streams, n, n)
+            return self._lost_steps(name, [n] + [0] * (self._streams - 1), n)
 
         return account.trial_length(most, lost)
 
@@ -423,10 +412,12 @@ class Speculator:
             drafting_s = by.drafting_s(drafted + unsure)
         return (self.cost.seconds(1 + drafted) + drafting_s) / self.cost.seconds(1)
 
-    def observe(self, *, sequences: int, rows: int, tokens: int, seconds: float) -> None:
-        """Record a step without prefill that verified `rows` rows of `sequences` and emitted
-        `tokens`.
+    def observe(self, lengths: Sequence[int], *, tokens: int, seconds: float) -> None:
+        """Record a step without prefill that verified drafts of these lengths (one for each
+        sequence) and emitted `tokens`.
         """
+        sequences = len(lengths)
+        rows = rows_of(lengths, padded=self._padded)
         drafted = rows > sequences
         counts = drafted or self._early.after_drafts
         usual_s = self._early.observe(sequences, seconds, drafted=drafted)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from engine.drive import GREEDY, run, settle
+from engine.drive import ALONE, GREEDY, run, settle
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
 from localllm_backends.contract import Chunk
@@ -44,7 +44,7 @@ def stream(
     """Of a stream alone: what its steps took, in plain ones, and how much faster it was for its
     drafts."""
     backend = Timed(row, second)
-    engine = Engine(backend, EngineSettings(draft=draft), clock=lambda: backend.now)
+    engine = Engine(backend, EngineSettings(draft=draft), clock=lambda: backend.now, others=ALONE)
     settle(engine)
     outcome = run(engine, request_for("first", "say", 4, GREEDY, ignore_eos=True))
     backend.took.clear()
@@ -116,7 +116,7 @@ def test_who_comes_again_at_once_does_not_wait_for_a_long_burst(
     """An agent sends its next request within milliseconds of an answer: a copy beside it takes up
     its bursts again step by step, and soon."""
     backend = Timed(row)
-    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now)
+    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now, others=ALONE)
     settle(engine)
     run(engine, request_for("first", "say", 4, GREEDY, ignore_eos=True))
     copying = request_for("a", "say it", N, GREEDY, ignore_eos=True, prediction=answer)
@@ -143,7 +143,7 @@ def test_a_wrong_probe_costs_one_stream_and_is_made_again(answer: str, really: f
     """Probed while the machine did something else: what drafting steps show is believed at once,
     and probed when it is quiet."""
     backend = Timed(0.25)
-    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now)
+    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now, others=ALONE)
     settle(engine)
     backend.row = really
     wrong = half_right(answer, 12, 30, 40)
@@ -162,7 +162,7 @@ def test_streams_that_all_copy_still_read_even_words(answer: str, row: float, n:
     """No step takes longer than two and a half of a stream alone, or one and a half of theirs; and
     they are faster for it."""
     backend = Timed(row)
-    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now)
+    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now, others=ALONE)
     settle(engine)
     run(engine, request_for("first", "say", 4, GREEDY, ignore_eos=True))
     backend.took.clear()

@@ -14,6 +14,7 @@ from localllm.engine.speculation.controller import (
     DraftCandidate,
     HitRates,
     choose_lengths,
+    rows_of,
 )
 from localllm.engine.speculation.trials import Acceptance
 from localllm.engine.step_costs import KNOTS, StepCost
@@ -217,3 +218,19 @@ def test_a_draft_that_delays_the_next_step_must_pay_for_it() -> None:
 
     assert choose_lengths([likely], cost) == [2]
     assert choose_lengths([likely], cost, begin_s=2.0) == [0]
+
+
+def test_a_padded_step_pays_for_the_longest_draft_in_every_stream() -> None:
+    """Four streams, of which one can draft: 7 rows pay for it and 16 don't. If all can draft, the
+    padding is used."""
+
+    def cost(rows: int) -> float:
+        return 1.0 + 0.003 * (rows - 4)
+
+    one = [DraftCandidate([0.9, 0.85, 0.8]), *[DraftCandidate([])] * 3]
+    assert choose_lengths(one, cost)[0] > 0
+    assert choose_lengths(one, cost, padded=True) == [0, 0, 0, 0]
+    every = [DraftCandidate([0.9, 0.85, 0.8])] * 4
+    assert choose_lengths(every, cost, padded=True) == choose_lengths(every, cost)
+    assert rows_of([3, 0, 0, 0], padded=True) == 16
+    assert rows_of([3, 0, 0, 0], padded=False) == 7

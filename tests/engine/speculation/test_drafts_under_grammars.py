@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.drive import GREEDY, Outcome, run, settle
+from engine.drive import ALONE, GREEDY, Outcome, run, settle
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
 from localllm.engine.messages import Sampling
@@ -53,7 +53,7 @@ def answer(
     backend, ticks = Watching(), itertools.count(1.0)
     settings = EngineSettings(draft=draft, make_matcher=GrammarCompiler(backend))
     # A clock that ticks once per look: a step with drafts takes as long as one without.
-    engine = Engine(backend, settings, clock=lambda: next(ticks) / 1000)
+    engine = Engine(backend, settings, clock=lambda: next(ticks) / 1000, others=ALONE)
     settle(engine)
     backend.verified.clear()
     outcome = run(

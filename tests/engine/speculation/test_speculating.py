@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import pytest
 
-from engine.drive import GREEDY, Outcome, run, settle
+from engine.drive import ALONE, GREEDY, Outcome, run, settle
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
 from localllm.engine.messages import Sampling
@@ -215,7 +215,9 @@ def test_a_grammar_holds_over_drafts(temperature: float) -> None:
     def answer(mode: str, prediction: str) -> tuple[str, int]:
         settings = EngineSettings(draft=mode, make_matcher=lambda *_: EveryOther())
         ticks = itertools.count(1.0)
-        engine = Engine(ScriptedBackend(n_ctx=1024), settings, clock=lambda: next(ticks) / 1000)
+        engine = Engine(
+            ScriptedBackend(n_ctx=1024), settings, clock=lambda: next(ticks) / 1000, others=ALONE
+        )
         settle(engine)
         request = request_for(
             "a", "go", 60, sampling, grammar=("regex", "."), ignore_eos=True, prediction=prediction

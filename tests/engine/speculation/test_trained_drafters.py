@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import pytest
 
-from engine.drive import GREEDY, settle
+from engine.drive import ALONE, GREEDY, settle
 from localllm.device.name_lookup import resolve
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
@@ -130,7 +130,7 @@ def speed(
     """How much faster than without drafts the last of so many requests is, `streams` at once, of
     `n` tokens."""
     backend = Guessing(machine, rate, kind, stops=stops)
-    engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now)
+    engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now, others=ALONE)
     settle(engine)
     for i in range(requests):
         asked = [
@@ -183,7 +183,7 @@ def test_of_a_drafter_that_is_always_wrong_one_stream_pays_for_all() -> None:
         asked.append([most for _, _, most in wanted])
         return draft(wanted)
 
-    engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now)
+    engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now, others=ALONE)
     settle(engine)
     backend.draft = counted  # type: ignore[method-assign]
     for k in range(4):

@@ -1,7 +1,11 @@
-"""What drafts cost besides their rows: the host's time to choose them, and the early start of the next
-step without drafts."""
+"""What drafts cost besides their rows, and how much they may lengthen a step.
+
+They cost the host's time to choose them, and the early start of the next step without drafts.
+"""
 
 from __future__ import annotations
+
+import math
 
 # Choosing drafts takes about _HOST_S for each stream (measured: 0.1 ms for four), which is long for a
 # tiny model. It may take a share of the time, up to so many decode steps at once, and the time that
@@ -11,6 +15,17 @@ _HOST_SHARE = 0.004
 _MOST_HOST_STEPS = 0.5
 # Weight of a new measurement of the time to start early steps again.
 _RESTART_RATE = 0.2
+
+# Limits of a step with drafts, in decode steps without drafts. A single stream may take a long step
+# that emits 60 tokens, if that is faster overall. If other streams share the step, it may take this
+# many steps of one stream, or _MAX_STEPS_TOGETHER steps of all streams, whichever is longer.
+# Readers prefer an even flow of words.
+_MAX_STEPS_SHARED = 2.5
+_MAX_STEPS_TOGETHER = 1.5
+# When a request ends, its client often sends the next one within milliseconds (agents do). That
+# request would wait for an entire long step. So a stream that is alone again gets longer steps
+# only gradually: the limit grows by this factor per step.
+_ALONE_AGAIN = 1.5
 
 
 class HostTime:
@@ -64,3 +79,18 @@ class EarlyStart:
             self._lost_s += _RESTART_RATE * (longer_s - self._lost_s)
         self.after_drafts = drafted
         return usual_s
+
+
+class StepLimit:
+    """How long a step with drafts may take, in decode steps without drafts."""
+
+    def __init__(self) -> None:
+        self.steps = math.inf
+
+    def update(self, single: float, *, shared: bool) -> None:
+        """Set a low limit for a step that is `shared`, and raise it gradually otherwise. `single`: the
+        time of a step of one stream, in steps of all streams."""
+        if shared:
+            self.steps = max(_MAX_STEPS_TOGETHER, _MAX_STEPS_SHARED * single)
+        else:
+            self.steps *= _ALONE_AGAIN
