@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.crowds import NEAR_TIE, isolated
-from engine.drive import Outcome, run, settle
+from engine.drive import ALONE, Outcome, run, settle
 from engine.slices import MB, SlicedBackend, ask, engine_of, expected, finish, start, words
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
@@ -266,7 +266,8 @@ def test_real_prompts_read_in_slices_get_the_answers_they_get_alone(
 def test_nobody_drafts_between_two_slices() -> None:
     backend = SlicedBackend()
     settings = EngineSettings(sliced_prefill_tokens=50, headroom_bytes=0, draft="ngram")
-    engine = Engine(backend, settings)
+    # Steps of 10 ms. While a step takes microseconds, there is no time to choose drafts.
+    engine = Engine(backend, settings, clock=lambda: 0.01 * len(backend.steps), others=ALONE)
     told = expected(words(5, 1), 200)
     stream = ask("stream", words(5, 1), 200, prediction=backend.detokenize(told))
     outcome = start(engine, stream)
