@@ -217,8 +217,9 @@ def main() -> None:
         (config / "config.toml").write_text(_KEYS, encoding="utf-8")
         there.log = Path(folder) / "there"
         with relay_to(there.port) as relay:
-            asks = ("--prefill-from", relay.url, "--prefill-from-tokens", "1024")
+            asks = ("--prefill-from", relay.url)
             here = _server("decode server", cores[0], options.model, home, *asks)
+            here.environment["LOCALLLM_PREFILL_FROM_TOKENS"] = "1024"
             here.log = Path(folder) / "here"
             with running([there, here]) as started:
                 if len(started) < 2:
