@@ -461,10 +461,10 @@ class _Run:
         to the first token. That time is given with and without a cache."""
         run = (self.device, self.model, self.variant, settings)
         measured = self.overrides.measured
-        is_moved = of is None or of.settings.placement != settings.placement
-        decode = (
-            speed.decode(*run, measured=measured) if of is None or is_moved else of.decode_tok_s
-        )
+        if of is not None and of.settings.placement == settings.placement:
+            decode = of.decode_tok_s
+        else:
+            decode = speed.decode(*run, measured=measured)
         full = decode
         if of is not None:
             full = speed.decode(*run, depth=self.request_tokens, measured=measured)
