@@ -16,6 +16,7 @@ from typing import ClassVar, Self
 
 from localllm.engine.request import RunningRequest
 from localllm.engine.sampling.rejection import Distribution
+from localllm.engine.speculation.controller import draft_time_s
 from localllm_backends.contract import Backend, BackendFailure, Chunk
 
 # Draft tokens by request id, and the distributions they were drawn from (None: the tokens are the
@@ -93,7 +94,7 @@ class Drafter(ABC):
 
     def drafting_s(self, length: int) -> float:
         """Seconds that a draft of `length` tokens takes before it is verified."""
-        return self.token_s * (min(length, 1) if self.at_once else length)
+        return draft_time_s(length, self.token_s, at_once=self.at_once)
 
     def record(self, seconds: float) -> None:
         """Record the time of one drafted token (or of one draft, if it is made `at_once`).

@@ -21,6 +21,11 @@ _WORTH = 1.03
 _FLOOR = 0.99
 
 
+def draft_time_s(length: int, token_s: float, *, at_once: bool) -> float:
+    """Seconds to draft `length` tokens. `token_s`: of one token, or of a draft made `at_once`."""
+    return token_s * (min(length, 1) if at_once else length)
+
+
 @dataclass(frozen=True, slots=True)
 class DraftCandidate:
     """The draft that one sequence could make.
@@ -36,7 +41,7 @@ class DraftCandidate:
 
     def drafting_s(self, length: int) -> float:
         """Seconds that a draft of `length` tokens costs before it is verified."""
-        return self.token_s * (min(length, 1) if self.at_once else length)
+        return draft_time_s(length, self.token_s, at_once=self.at_once)
 
     def speed(self, length: int, cost: Callable[[int], float]) -> float:
         """Tokens per second of one sequence with drafts of this length. `cost(rows)` is in

@@ -120,10 +120,11 @@ class Speculator:
         for job in decoding:
             job.draft = []
             job.draft_from = None
+        shared = hurry or shared or len(running) > 1
         single = 1.0
-        if self.cost.known:
+        if shared and self.cost.known:
             single = self.cost.seconds(1) / self.cost.seconds(max(1, len(decoding)))
-        self._limit.update(single, shared=hurry or shared or len(running) > 1)
+        self._limit.update(single, shared=shared)
         if not hurry and decoding and self.cost.known:
             self._choose(decoding, prefills=len(running) > len(decoding))
 
