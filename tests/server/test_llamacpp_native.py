@@ -38,8 +38,10 @@ def server() -> Iterator[Running]:
         yield running
 
 
-def test_a_completion_has_its_prompt_and_facts(server: Running) -> None:
-    got = post(server.url + NATIVE, {"prompt": "The sky", "n_predict": 4}).json()
+@pytest.mark.parametrize("path", [NATIVE, "/completions"])
+def test_a_completion_has_its_text_prompt_and_facts(server: Running, path: str) -> None:
+    got = post(server.url + path, {"prompt": "The sky", "n_predict": 4}).json()
+    assert got["content"].startswith("one")
     assert (got["prompt"], got["id_slot"], got["has_new_line"]) == ("The sky", -1, True)
     assert set(got["timings"]) >= PER_TOKEN
     ids = list(b"The sky")

@@ -20,7 +20,6 @@ _OPENAI = {
     "/v1/chat/completions": "/chat/completions",
     "/chat/completions": "/chat/completions",
     "/v1/completions": "/completions",
-    "/completions": "/completions",
     "/v1/embeddings": "/embeddings",
     "/embeddings": "/embeddings",
 }
@@ -42,7 +41,7 @@ PATHS: Mapping[str, tuple[Dialect, str]] = {
 NAME_A_MODEL = (
     *PATHS,
     "/v1/fim/completions", "/fim/completions", "/apply-template", "/v1/rerank", "/rerank",
-    "/completion", "/infill",
+    "/completion", "/completions", "/infill",
     "/v1/responses/input_tokens", "/v1/systemone", "/v1/systemone/fit",
 )  # fmt: skip
 

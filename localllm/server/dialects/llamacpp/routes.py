@@ -135,7 +135,12 @@ class ModelFields(RequestBody):
 
 _ROUTES = (
     Route(
-        "/completion", completion.LlamaCppFields, completion.translate, EVENTS, "Continue raw text"
+        "/completion",
+        completion.LlamaCppFields,
+        completion.translate,
+        EVENTS,
+        "Continue raw text",
+        aliases=("/completions",),
     ),
     Route(
         "/infill",

@@ -232,7 +232,6 @@ COMPLETIONS = Route(
     EVENTS,
     "Complete raw text, or fill in between a prompt and a suffix",
     _KEYS,
-    aliases=("/completions",),
 )
 FILL_IN = Route(
     "/v1/fim/completions",
