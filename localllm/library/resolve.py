@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from localllm import json_store, model_names
 from localllm.errors import ModelFileError, ModelNotFoundError
-from localllm.library import file_kinds, folders, names, starter, store
+from localllm.library import file_kinds, folders, names, partial_files, starter, store
 from localllm.library.catalog import read_header
 from localllm.library.installed_names import InstalledNames
 from localllm.library.types import LocalModel
@@ -142,7 +142,8 @@ def _by_file(path: Path) -> LocalModel:
     name = names.shown(path.stem or path.name)
     size_bytes = path.stat().st_size
     quant = names.quant_of(path.name)
-    return LocalModel(name, path, Format.GGUF, size_bytes, quant, "path", "", (path,))
+    fault = partial_files.reasons([path]).get(path, "")
+    return LocalModel(name, path, Format.GGUF, size_bytes, quant, "path", "", (path,), fault=fault)
 
 
 def _files_of(folder: Path) -> list[Path]:

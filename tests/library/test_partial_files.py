@@ -51,6 +51,23 @@ def test_a_cut_file_is_not_listed_wherever_it_is_cut(
         resolve("half-F32")
 
 
+@pytest.mark.parametrize("name", ["half.gguf", "sha256-half"])
+@pytest.mark.parametrize("n_bytes", [2_000, -1000])
+def test_the_facts_of_a_cut_file_say_so(
+    name: str, n_bytes: int, tmp_path: Path, tiny_model: Path
+) -> None:
+    file = tmp_path / "mine" / name
+    file.parent.mkdir()
+    file.write_bytes(tiny_model.read_bytes()[:n_bytes])
+    told = CliRunner().invoke(models.app, ["info", str(file)]).stdout
+    assert "not usable: " in told
+    assert "may be cut short" in told
+    row = json.loads(CliRunner().invoke(models.app, ["info", str(file), "--json"]).stdout)
+    assert "may be cut short" in row["local"]["fault"]
+    whole = json.loads(CliRunner().invoke(models.app, ["info", str(tiny_model), "--json"]).stdout)
+    assert whole["local"]["fault"] == ""
+
+
 def test_a_file_is_listed_once_it_is_whole(folder: Path, tiny_model: Path) -> None:
     assert [model.name for model in store.scan()] == ["whole-F32"]
     shutil.copy(tiny_model, folder / "half-F32.gguf")

@@ -52,7 +52,7 @@ def _print_models(found: list[LocalModel], *, as_json: bool) -> None:
     whole = [model for model in found if not model.fault]
     faulty = [model for model in found if model.fault]
     if as_json:
-        left_out = [{**as_row(model), "fault": model.fault} for model in faulty]
+        left_out = [as_row(model) for model in faulty]
         print_json({"models": [as_row(model) for model in whole], "left_out": left_out})
         return
     print_lines(listing(whole))

@@ -30,6 +30,7 @@ def as_row(model: LocalModel) -> dict[str, Any]:
         "quant": model.quant,
         "origin": model.origin,
         "repo": model.repo,
+        "fault": model.fault,
         **files,
     }
 
@@ -128,6 +129,8 @@ def _file_facts(local: LocalModel) -> list[tuple[str, str]]:
         ("quant", f"{local.quant or 'unknown'} ({local.format})"),
         ("from", origin),
     ]
+    if local.fault:
+        facts.append(("", f"not usable: {local.fault}"))
     if local.mmproj is not None:
         facts.append(("projector", str(local.mmproj)))
     if local.mmproj_fault:
