@@ -36,6 +36,7 @@ from localllm.engine.sampling.grammar import BackgroundCompiler, GrammarCompiler
 from localllm.engine.scheduler import Grant, Limits, Shares, plan_step
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.step_costs import PROMPT_STEP_S, SINGLE_STEP_S, ChunkSizer
+from localllm.engine.step_timer import StepTimer
 from localllm.engine.tokens import MediaSpan
 from localllm.engine.transfer.conductor import conductor_of
 from localllm.limited_child import Stages
@@ -91,20 +92,18 @@ class Engine:
         )
         kv.speed = self._sizer
         self._background = BackgroundTurns(self.speculator.cost)
-        self._last_step_s = 0.0
-        self._worked_s = self._step_began_s = self._pause_until_s = self.clock()
+        self._timer = StepTimer(self.clock)
+        self._worked_s = self._pause_until_s = self.clock()
         self._stalled = False
         self._housekeeping = True
-        # If housekeeping copies full states, one piece takes up to 25 ms (gemma-3-270m, into fresh
-        # memory). That is as long as a fully cached request takes, and agents send the next request
-        # within milliseconds. So this housekeeping starts after a pause. A piece of divisible KV
-        # takes 1 ms, so it is exported at once. The sooner it is exported, the more often the same
-        # prompt is computed over the same cells, and so gives the same bits.
+        # One full state takes up to 25 ms to copy (gemma-3-270m), as long as a cached request. Agents
+        # send the next request within milliseconds, so this housekeeping starts after a pause. A
+        # piece of divisible KV takes 1 ms. Exported early, the same prompt is more often computed
+        # over the same cells, and so gives the same bits.
         self._takes_grace = kv.states is not None and not kv.snapshots
-        # With `power` below 1 the engine pauses after each step, and known results must not wait
-        # for that.
+        # With `power` below 1 known results must not wait for the pause after each step.
         self._overlaps = able.asynchronous and wanted.power >= 1.0
-        self._observed: tuple[list[Grant], float, int] | None = None
+        self._observed: tuple[list[Grant], int] | None = None
         self._interrupt = PrefillInterrupt(self.backend)
         shares = Shares()
         least = wanted.sliced_prefill_tokens
@@ -288,6 +287,7 @@ class Engine:
         if sliced is not None:
             self.jobs.shares.charge(sliced[0].share_key, self.metrics.prefilled_tokens - before)
             self.jobs.progress(*sliced)
+            self._timer.interrupt()
         self._turns.choose([job.adapters for job in self.jobs.steppable()])
         drafting = [j for j in self.jobs.running.values() if j.adapters == self._turns.active]
         hurry = self.prefill.job is not None
@@ -300,14 +300,14 @@ class Engine:
     def _slice_s(self) -> float:
         """Seconds that the next slice may take. The other requests' next step waits for it."""
         if self.jobs.decoding:
-            return self._sizer.slice_s(self._last_step_s)
+            return self._sizer.slice_s(self._timer.step_s)
         return PROMPT_STEP_S
 
     def _forward(self, grants: list[Grant]) -> StepResult | None:
         """Run one pass over the weights. Returns None if there are no grants or the step failed."""
         if not grants:
             return None
-        self._step_began_s = self.clock()
+        self._timer.begin()
         self.backend.use_adapters(self._turns.active)
         result = None
         try:
@@ -337,10 +337,9 @@ class Engine:
             except BackendFailure as e:
                 self._outputs.fail_running(e)
                 return False
-            self._last_step_s = self.clock() - self._step_began_s
-            self._turns.stepped(sum(g.n_tokens for g in grants), self._last_step_s)
-            emitted = self.metrics.generated_tokens - generated
-            self._observed = grants, self._last_step_s, emitted
+            self._timer.end()
+            self._turns.stepped(sum(g.n_tokens for g in grants), self._timer.step_s)
+            self._observed = grants, self.metrics.generated_tokens - generated
         awaits = self._admission.awaits_disk or (self._media is not None and self._media.waiting)
         self._stalled = (
             not grants and self.prefill.job is None and (awaits or self.jobs.all_blocked)
@@ -434,12 +433,13 @@ class Engine:
 
     # --- measuring --------------------------------------------------------------------------------
 
-    def _observe(self, grants: list[Grant], seconds: float, emitted: int) -> None:
+    def _observe(self, grants: list[Grant], emitted: int) -> None:
+        seconds = self._timer.step_s
         prefilled = sum(g.n_tokens for g in grants if g.prefill)
         decoding = [g for g in grants if not g.prefill]
         drafted = [g.n_tokens - 1 for g in decoding]
         if decoding and not prefilled:
-            self.speculator.observe(drafted, tokens=emitted, seconds=seconds)
+            self.speculator.observe(drafted, tokens=emitted, seconds=self._timer.period_s)
         if not any(drafted) and self.prefill.job is None:
             # A slice of a prompt evicts the step's data from the processor caches, so steps next to
             # slices are slower and not measured.

@@ -40,6 +40,7 @@ KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _UNMEASURED_ROW = 0.7
 _MIN_ROW = 0.01
 _SCALE_RATE = 0.15
+_DRAFTED_SCALE_RATE = 0.08
 _SHAPE_RATE = 0.15
 # One slow step (a burst of another program) must not turn drafting off, so a step's deviation is
 # limited to this.
@@ -126,7 +127,8 @@ class StepCost:
             return
         off = math.log(seconds / self.seconds(rows))
         near = max(-_MAX_SURPRISE, min(_MAX_SURPRISE, off))
-        self._scale_s *= math.exp(_SCALE_RATE * near)
+        # A step with drafts that is slow must not make steps without drafts look slow, too.
+        self._scale_s *= math.exp((_DRAFTED_SCALE_RATE if plain_rows else _SCALE_RATE) * near)
         if rows == 1:
             return
         if off * self._last_log_error > 0 and min(abs(off), abs(self._last_log_error)) > _SURPRISE:

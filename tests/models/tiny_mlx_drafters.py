@@ -40,12 +40,18 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_target(folder: Path, memory: str, *, likeness: float = 0.4) -> Path:
+def write_target(
+    folder: Path,
+    memory: str,
+    *,
+    likeness: float = 0.4,
+    changed: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
     """A model whose next token depends mostly on the last one, the more so with `likeness`, so that
-    `knowing` drafters are often right."""
+    `knowing` drafters are often right. `changed`: other values of its config."""
     import mlx.core as mx
 
-    tiny_mlx.write(folder, TARGETS[memory], seed=6)
+    tiny_mlx.write(folder, {**TARGETS[memory], **changed}, seed=6)
     weights = dict(mx.load(str(folder / "model.safetensors")))
     for name in weights:
         if "embed_tokens" in name:

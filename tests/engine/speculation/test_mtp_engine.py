@@ -308,7 +308,7 @@ def test_a_model_without_heads_is_refused_before_anything_is_loaded(
     with pytest.raises(UnsupportedError, match="has no MTP heads"):
         load_plan_named(str(tiny_model), Settings({"draft": "mtp"}))
     with pytest.raises(SystemExit) as ended:
-        localllm(["serve", str(tiny_model), "--draft", "mtp"])
+        localllm(["serve", "--port", "0", str(tiny_model), "--draft", "mtp"])
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert "has no MTP heads" in said
