@@ -1,11 +1,13 @@
 """Schemas of pydantic and zod models, as people write them, as the form of an answer: does each
 answer parse, and has it only declared members?
 
-    python -m benchmarks.model_schemas URL MODEL [--models N] [--seeds N] [--limit TOKENS]
+    python -m benchmarks.model_schemas URL MODEL [--models N] [--seeds N] [--first SEED]
+        [--limit TOKENS] [--streams N]
 
 Half of the models are pydantic's, made here by a generator. The other half are the JSON schemas that
 zod prints (data/zod_schemas.json, made by data/zod_schemas.mjs). Every other model is sent as `format`
 of Ollama's API, the others as `response_format`. An answer that the limit cuts is counted apart.
+Several requests run at once, so that each step of the engine serves several answers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
@@ -199,6 +203,17 @@ def verdict(text: str | None, schema: dict[str, Any]) -> str:
     return "valid"
 
 
+def examined(
+    http: httpx.Client, given: argparse.Namespace, seed: int, number: int, schema: dict[str, Any]
+) -> tuple[str, str | None]:
+    """Ask for one answer, and return what came of it with its text."""
+    try:
+        text = answer(http, given.model, schema, seed, given.limit, number % 4 > 1)
+    except httpx.HTTPStatusError as e:
+        return "refused", e.response.text
+    return verdict(text, schema), text
+
+
 def main() -> None:
     """Ask for an answer of every schema with every seed, and print what came of it."""
     parser = argparse.ArgumentParser(
@@ -208,23 +223,24 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--models", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=16)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--limit", type=int, default=300)
+    parser.add_argument("--streams", type=int, default=8, help="requests at once")
     given = parser.parse_args()
     counts: Counter[str] = Counter()
-    with httpx.Client(base_url=given.url, timeout=600, trust_env=False) as http:
-        for seed in range(given.seeds):
-            for number, schema in enumerate(schemas(given.models)):
-                text: str | None = None
-                try:
-                    text = answer(http, given.model, schema, seed, given.limit, number % 4 > 1)
-                    found = verdict(text, schema)
-                except httpx.HTTPStatusError as e:
-                    found = "refused"
-                    text = e.response.text
+    asked = schemas(given.models)
+    with (
+        httpx.Client(base_url=given.url, timeout=1800, trust_env=False) as http,
+        ThreadPoolExecutor(given.streams) as streams,
+    ):
+        for seed in range(given.first, given.first + given.seeds):
+            ask = partial(examined, http, given, seed)
+            answers = streams.map(ask, range(len(asked)), asked)
+            for number, (found, text) in enumerate(answers):
                 counts[found] += 1
                 if found not in ("valid", "cut"):
                     print(f"model {number}, seed {seed}: {found}: {text}", flush=True)
-            print(f"{seed + 1} seeds: {dict(counts)}", flush=True)
+            print(f"seeds {given.first} to {seed}: {dict(counts)}", flush=True)
 
 
 if __name__ == "__main__":

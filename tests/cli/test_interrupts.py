@@ -22,16 +22,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from localllm.__main__ import run
 instant = {instant}
 calls = 0
+class Dropped:
+    def __del__(self):
+        os.killpg(0, signal.SIGINT)
 def counted(frame, event, argument):
     global calls
     calls += 1
     if calls == instant:
-        os.killpg(0, signal.SIGINT)
+        {interrupt}
 atexit.register(lambda: print("calls", calls, file=sys.stderr))
 sys.argv = {argv}
 sys.setprofile(counted)
 run()
 """
+AT_ONCE = "os.killpg(0, signal.SIGINT)"
+# Python drops an exception of a destructor, after it has printed the traceback.
+IN_A_DESTRUCTOR = "Dropped()"
 NEVER = 10**12
 # Before this many calls, no code of ours can catch the signal.
 FIRST = 100
@@ -68,12 +74,14 @@ class Ended:
         return int(found[1])
 
 
-def interrupted(name: str, places: dict[str, Path], instant: int) -> Ended:
+def interrupted(
+    name: str, places: dict[str, Path], instant: int, interrupt: str = AT_ONCE
+) -> Ended:
     """Run a command that is interrupted at an instant."""
     argv = ["localllm", *(str(places.get(word, word)) for word in COMMANDS[name])]
     places["OUTPUT"].unlink(missing_ok=True)
     child = subprocess.Popen(
-        [sys.executable, "-c", CODE.format(instant=instant, argv=argv)],
+        [sys.executable, "-c", CODE.format(instant=instant, argv=argv, interrupt=interrupt)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -108,6 +116,15 @@ def check(name: str, model: Path, output: Path, n_instants: int) -> None:
 @pytest.mark.parametrize("name", SHORT)
 def test_ctrl_c_ends_a_command(name: str, tiny_model: Path, tmp_path: Path) -> None:
     check(name, tiny_model, tmp_path / "tiny-Q8_0.gguf", 3)
+
+
+@pytest.mark.parametrize("instant", [FIRST, 1_000, 10_000])
+def test_ctrl_c_in_a_destructor_ends_a_command(
+    instant: int, tiny_model: Path, tmp_path: Path
+) -> None:
+    places = {"MODEL": tiny_model, "OUTPUT": tmp_path / "tiny-Q8_0.gguf"}
+    ended = interrupted("doctor", places, instant, IN_A_DESTRUCTOR)
+    assert (ended.code, "Traceback" in ended.text) == (130, False), ended.text
 
 
 @pytest.mark.long
