@@ -85,6 +85,8 @@ def check(columns: int, commands: Sequence[str]) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("LOCALLLM_")}
     # No folder can be made in /proc, not even by root.
     environment |= {"HOME": "/proc/nosuch", "TERM": "xterm", "LOCALLLM_OFFLINE": "1"}
+    # `connect` prints a file that can't be wrapped if a server answers at the usual port.
+    environment["LOCALLLM_PORT"] = "1"
     for name in ("COLUMNS", "HF_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME"):
         environment.pop(name, None)
     parts = on_a_terminal(columns, environment, commands).split("\x1e")[1:]

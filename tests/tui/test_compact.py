@@ -176,7 +176,7 @@ def test_a_summary_is_prepared_when_nobody_types(drive: Any, server: ScriptedSer
     async def play(d: Driver) -> None:
         await d.ask("first")
         d.app.chat.idle_after_s = 0.0
-        await d.until(lambda: bool(d.app.chat.prepared.text))
+        await d.until(lambda: bool(d.app.chat.idle_writing.summary.text))
         d.app.chat.idle_after_s = None
         assert len(server.requests) == 3
         await d.ask("/compact")

@@ -10,7 +10,7 @@ import pytest
 from localllm.conversation.history import History, StoredMessage
 from localllm_tui.control.titles import clean
 from tui.conftest import Driver
-from tui.scripted_sse import Finish, Refuse, Say, ScriptedServer
+from tui.scripted_sse import Finish, Gate, Refuse, Say, ScriptedServer
 
 
 def test_a_title_is_made_when_nobody_types(
@@ -31,6 +31,26 @@ def test_a_title_is_made_when_nobody_types(
         "capital of France?",
         "Paris, of course",
     ]
+
+
+def test_a_slow_title_is_not_begun_again(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
+    server.answer("Paris, of course")
+    gate = Gate()
+    server.play(gate, Say(["The capital of France"]), Finish())
+
+    async def play(d: Driver) -> None:
+        await d.ask("capital of France?")
+        await d.until(gate.reached.is_set)
+        for _ in range(5):
+            d.app.chat.tick()
+            await d.pilot.pause()
+        gate.opened.set()
+        await d.until(lambda: history.list()[0].title == "The capital of France")
+
+    drive(play, idle_after_s=0.0)
+    assert len(server.requests) == 2
 
 
 @pytest.mark.parametrize(

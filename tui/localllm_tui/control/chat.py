@@ -11,11 +11,12 @@ from functools import partial
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
-from localllm_tui.control import prepared_summary, titles, wording
+from localllm_tui.control import wording
 from localllm_tui.control.answering import AnswerDisplay, PendingAnswer
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ListedModel
 from localllm_tui.control.face import Face
+from localllm_tui.control.idle_writing import IdleWriting
 from localllm_tui.control.interfaces import (
     ChatEngine,
     EngineProgress,
@@ -49,7 +50,7 @@ class ChatController:
     `listed`: the server's entry for the model. `attached`: files for the next question. `editing`:
     the turn that gets another version. `queued`: a question that waits for the answer to end.
     `idle_after_s`: seconds without activity until a title or a summary is generated (None: never).
-    `plans`: the plans made so far. `prepared`: a summary that was made in a quiet moment.
+    `plans`: the plans made so far.
     """
 
     def __init__(self, options: ChatOptions, face: Face) -> None:
@@ -80,7 +81,7 @@ class ChatController:
             self.pulls = Pulls(options.model_service)
             if options.first_run:
                 self.first_run = FirstRun(options.model, self.pulls)
-        self.prepared = prepared_summary.PreparedSummary()
+        self.idle_writing = IdleWriting()
         self._shown: AnswerDisplay | None = None  # time of the newest answer
         self._running: asyncio.Task[None] | None = None
         self._comparing: asyncio.Task[None] | None = None
@@ -434,24 +435,14 @@ class ChatController:
             return
         if self.idle_after_s is None or self.quiet_s < self.idle_after_s:
             return
-        if titles.wanted(self.session):
+        write = self.idle_writing.title_of(self.client, self.model, self.session)
+        if write is None and self._warned_full and not self.compacts:
+            write = self.idle_writing.summary_of(
+                self.client, self.model, self.session, self.listed.n_ctx
+            )
+        if write is not None:
             self.busy()
-            generate = partial(titles.generate, self.client, self.model, self.session)
-            self.face.run_in_background(generate, "idle")
-        elif self._wants_summary:
-            self.busy()
-            self.face.run_in_background(self._prepare_summary, "idle")
-
-    @property
-    def _wants_summary(self) -> bool:
-        if not self._warned_full or self.compacts:
-            return False
-        return prepared_summary.wanted(self.client, self.session, self.prepared)
-
-    async def _prepare_summary(self) -> None:
-        self.prepared = await prepared_summary.prepare(
-            self.client, self.model, self.session, self.listed.n_ctx
-        )
+            self.face.run_in_background(write, "idle")
 
     def _report_downloads(self) -> None:
         if self.pulls is None:

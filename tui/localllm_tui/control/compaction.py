@@ -42,7 +42,7 @@ async def summarise(chat: ChatController, wanted: str) -> None:
     file = facts_file(session)
     earlier, newer = after_summary(turns)
     known = known_facts(session)
-    prepared = chat.prepared
+    prepared = chat.idle_writing.summary
     if wanted or prepared.after != turn.id or not prepared.text:
         prepared = await write_summary(chat.client, chat.model, session, task(wanted, known), share)
     said = [{"role": one.role, "content": one.content} for one in newer]
