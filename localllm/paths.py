@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from localllm.errors import UsageError
@@ -113,19 +114,40 @@ def private_dir(path: Path) -> Path:
 def write_private(path: Path, text: str) -> None:
     """Atomically replace the file `path` with `text`. Others can't read the file at any time.
 
-    If `path` is a link, its target is replaced. Raises OSError.
+    If `path` is a link, its target is replaced. Raises OSError, always with the file's name.
     """
     path = path.resolve()
     partial = path.with_name(f"{path.name}.{os.getpid()}.new")
     partial.unlink(missing_ok=True)
     try:
-        with os.fdopen(
-            os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8"
-        ) as f:
+        with (
+            _named_errors(path),
+            os.fdopen(
+                os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8"
+            ) as f,
+        ):
             f.write(text)
         os.replace(partial, path)
     except OSError:
         partial.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file that others may read. Raises OSError, always with the file's name."""
+    with _named_errors(path):
+        path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Add the name of `path` to an OSError without one. On a full disk, writing raises such an
+    error."""
+    try:
+        yield
+    except OSError as e:
+        if e.filename is None:
+            e.filename = str(path)
         raise
 
 

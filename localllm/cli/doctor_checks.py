@@ -190,7 +190,7 @@ def examine(file: Path) -> None:
         failed = failed or bool(other.failures)
     text = "\n".join([*lines, ""])
     print(text)
-    file.write_text(text, encoding="utf-8")
+    paths.write_text(file, text)
     print(f"wrote {file}: attach it to an issue", file=sys.stderr)
     if failed:
         raise typer.Exit(6)

@@ -12,8 +12,10 @@ import pytest
 
 from cli.test_narrow_terminals import BENCH, SERVE, STOPS, WITH_A_MODEL
 
+# A shell's job in the background inherits that Ctrl-C is ignored.
 CODE = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 for number in {closed}:
     os.close(number)
 os.execv(sys.executable, [sys.executable, "-m", "localllm", *{words}])
@@ -54,6 +56,42 @@ def test_a_command_that_loads_a_model_ends_on_a_full_disk_and_without_output(
     code = CODE.format(closed=[1], words=given)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+
+
+# Writing more than a few bytes to any file fails, as on a full disk. Pipes have no such limit.
+FULL_DISK = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8))
+from localllm.__main__ import run
+run()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs resource limits")
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [
+        (["models", "adopt", "FOLDER"], "folders.json"),
+        (["config", "set", "context", "4096"], "config.toml"),
+        (["recommend", "--device", "m4-max-64gb", "--plot", "chart"], "chart.svg"),
+        (["doctor", "--report", "report.txt"], "report.txt"),
+    ],
+)
+def test_a_file_on_a_full_disk_is_named(
+    words: list[str], file: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    given = [word.replace("FOLDER", str(tiny_model.parent)) for word in words]
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, *given],
+        cwd=tmp_path,
+        env=os.environ | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in (1, 2)
+    assert file in done.stderr
+    assert "File too large" in done.stderr
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

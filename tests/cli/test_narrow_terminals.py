@@ -16,8 +16,10 @@ from rich.cells import cell_len
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pty and /proc")
 
 # All commands run in one process, because each start takes half a second.
+# A shell's job in the background inherits that Ctrl-C is ignored.
 CODE = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from localllm.cli import main
 for words in {commands}:
     print("\\x1e" + words, flush=True)

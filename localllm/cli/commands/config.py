@@ -186,7 +186,8 @@ def _write(document: TOMLDocument) -> Path:
         paths.write_private(path, tomlkit.dumps(document))
     except OSError as e:
         raise UsageError(
-            f"{path} can't be written: {e}", hint="check the folder's rights and the disk"
+            f"{path} can't be written: {e.strerror or e}",
+            hint="check the folder's rights and the disk",
         ) from e
     return path
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm import __version__
+from localllm import __version__, paths
 from localllm.cli.commands.shared import Json, installed_names, print_json
 from localllm.errors import UsageError
 from localllm.plain_output import print_lines
@@ -99,7 +99,7 @@ def doctor(
         print_lines(lines(checks, columns))
     if file is not None:
         by = f"localllm {__version__} doctor --report"
-        file.write_text(recorded(readings, found.name, by, lines(checks)), encoding="utf-8")
+        paths.write_text(file, recorded(readings, found.name, by, lines(checks)))
         print(f"wrote {file}: attach it to an issue", file=sys.stderr)
 
 

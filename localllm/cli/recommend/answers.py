@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
+from localllm import paths
 from localllm.cli import engine_builds
 from localllm.cli.recommend import machines_view, page, view
 from localllm.device import name_lookup
@@ -156,7 +157,7 @@ class PlanQuery:
             page.out(roofline.text(picture))
             return
         target = Path(files[0]).with_suffix(".svg")
-        target.write_text(roofline.svg(picture), encoding="utf-8")
+        paths.write_text(target, roofline.svg(picture))
         print(f"wrote {target}", file=sys.stderr)
 
     def _recommended(self, machine: Device, overrides: Overrides) -> Recommendation:
