@@ -3,6 +3,8 @@ sent."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,18 @@ from rich.cells import cell_len
 
 from localllm.errors import ContextLengthError, ServerUnreachableError, UsageError
 from localllm_tui.control import commands, formatting
+from localllm_tui.control.answering import AnswerDisplay, AnswerStream
 from localllm_tui.control.attachments import check_fits_context, read_text
 from localllm_tui.control.commands import command_section, section_text
 from localllm_tui.control.formatting import ago, bar, elide, how_many
 from localllm_tui.control.meter import AnswerMeter, status_text
 from localllm_tui.control.stream_events import (
+    AnswerDone,
     AnswerUsage,
+    StreamEvent,
+    TextDelta,
+    ToolCall,
+    ToolResult,
 )
 from localllm_tui.control.terminal import printable
 from localllm_tui.control.wording import next_steps
@@ -30,6 +38,19 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Unseen(AnswerDisplay):
+    """Shows nothing."""
+
+    def feed(self, text: str = "", reasoning: str = "") -> None:
+        pass
+
+    def progress(self, text: str) -> None:
+        pass
+
+    def end(self, note: str) -> None:
+        pass
 
 
 def test_speed_is_counted_from_the_first_token_to_the_last() -> None:
@@ -52,6 +73,40 @@ def test_speed_is_counted_from_the_first_token_to_the_last() -> None:
         "completion_tokens": 11,
         "cached_tokens": 40,
     }
+
+
+def test_tokens_that_arrive_together_have_no_speed() -> None:
+    clock = Clock()
+    meter = AnswerMeter(clock)
+    clock.now += 0.2
+    meter.delta()
+    clock.now += 0.004
+    meter.delta()
+    meter.usage = AnswerUsage(prompt=182, completion=20)
+    assert meter.tok_s is None
+    assert "tok_s" not in meter.meta()
+
+
+def test_a_speed_leaves_out_the_time_of_a_tool() -> None:
+    clock = Clock()
+    answer = AnswerStream()
+    answer.meter = AnswerMeter(clock)
+
+    async def stream() -> AsyncGenerator[StreamEvent, None]:
+        yield TextDelta("Let me ")
+        clock.now += 0.5
+        yield TextDelta("look. ")
+        clock.now += 20.0
+        yield ToolResult(ToolCall("c1", "slow", "{}"), "done", allowed=True)
+        for n in range(11):
+            clock.now += 0.2
+            yield TextDelta(f"{n} ")
+            assert answer.meter.tok_s == (pytest.approx(5.0) if n else None)
+        yield AnswerDone("stop", AnswerUsage(prompt=50, completion=21))
+
+    asyncio.run(answer.run(stream(), Unseen()))
+    assert answer.meter.tok_s == pytest.approx(10.0)
+    assert answer.meter.ttft_s == 0.0
 
 
 @given(st.integers(0, 10_000), st.integers(1, 10_000), st.integers(1, 40))

@@ -151,6 +151,7 @@ class AnswerStream:
             shown.tool_started(event.call.name)
         elif isinstance(event, ToolResult):
             self._running = None
+            self.meter.continues_after_tool()
             shown.progress("")
             shown.tool(self._record(event))
         elif isinstance(event, AnswerDone):

@@ -27,6 +27,8 @@ from localllm_tui.control.stream_events import AnswerUsage
 from localllm_tui.control.terminal import one_line
 
 _GAP = "  "
+# Tokens that arrive within less time came in one piece, and their speed is unknown.
+_MIN_SPEED_S = 0.1
 
 
 class AnswerMeter:
@@ -37,8 +39,10 @@ class AnswerMeter:
         self._now = now
         self._started_s = now()
         self._first_s: float | None = None
+        # the first token of the part whose speed is measured
+        self._part_s: float | None = None
         self._last_s: float | None = None
-        self._deltas = 0
+        self._deltas = self._part_deltas = 0
         # the time and the tokens of the first progress report
         self._reading: tuple[float, int] | None = None
         self.prompt_tokens = 0
@@ -51,7 +55,16 @@ class AnswerMeter:
         self._last_s = self._now()
         if self._first_s is None:
             self._first_s = self._last_s
+        if self._part_s is None:
+            self._part_s = self._last_s
         self._deltas += 1
+        self._part_deltas += 1
+
+    def continues_after_tool(self) -> None:
+        """Measure the speed from the next token on: the server's usage counts only the part after
+        the last tool."""
+        self._part_s = None
+        self._part_deltas = 0
 
     def reading(self, done: int, total: int) -> str:
         """The progress of the prefill in words: tokens, and after a moment the rate, the time so
@@ -92,12 +105,16 @@ class AnswerMeter:
 
     @property
     def tok_s(self) -> float | None:
-        """Tokens per second from the first token to the last; None before the second."""
-        if self._first_s is None or self._last_s is None or self.tokens < 2:
+        """Tokens per second from the first token to the last, after the last tool; None before the
+        second token, or if the tokens came in one piece."""
+        tokens = self._part_deltas
+        if self.usage and self.usage.completion:
+            tokens = self.usage.completion
+        if self._part_s is None or self._last_s is None or tokens < 2:
             return None
-        seconds = self._last_s - self._first_s
-        if seconds > 0:
-            return (self.tokens - 1) / seconds
+        seconds = self._last_s - self._part_s
+        if seconds >= _MIN_SPEED_S:
+            return (tokens - 1) / seconds
         return None
 
     @property
