@@ -115,6 +115,13 @@ class AnswerSpeed:
     took_s: float | None = None
 
     @property
+    def seen_arriving(self) -> bool:
+        """True if the server sent no timings, so only the chat's clock is known."""
+        if self.live is not None or self.coming:
+            return True
+        return self.ttft_s is not None and self.timings == AnswerTimings()
+
+    @property
     def depth(self) -> float:
         """Mean context length of the answer's tokens."""
         return self.usage.prompt + self.usage.completion / 2
@@ -206,7 +213,7 @@ def _by_our_clock(speed: AnswerSpeed | None) -> Iterator[str]:
 
 
 def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> Iterator[str]:
-    if speed.live is None:
+    if not speed.seen_arriving:
         yield "THIS ANSWER"
     elif speed.coming:
         yield "THIS ANSWER, as it arrives"
@@ -260,7 +267,7 @@ def _prompt(speed: AnswerSpeed) -> Iterator[str]:
     """The part of this turn's prompt that came from the prefix cache, and the speed of the rest."""
     took = speed.timings
     usage = speed.usage
-    if speed.live is not None or speed.coming or not usage.prompt:
+    if speed.seen_arriving or not usage.prompt:
         return
     if usage.cached is None:
         yield f"PROMPT {usage.prompt:,} tokens"
@@ -277,7 +284,7 @@ def _prompt(speed: AnswerSpeed) -> Iterator[str]:
 def _time(speed: AnswerSpeed) -> Iterator[str]:
     took = speed.timings
     yield "TIME"
-    if speed.live is not None and not speed.coming:
+    if speed.seen_arriving and not speed.coming:
         yield "  not known for a stopped answer"
     elif speed.coming or not speed.usage.prompt:
         yield "  known when the answer is complete"

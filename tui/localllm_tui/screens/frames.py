@@ -163,7 +163,7 @@ class ChatFrames:
         physics = self._chat.listed.physics
         speed = self._chat.speed
         panel = self._screen.query_one(GlassPanel).has_class("wanted")
-        if panel or physics is None or speed is None or not speed.tok_s:
+        if panel or physics is None or speed is None or not speed.usage.completion:
             return ""
         return f"each token reads {memory_size(physics.token_bytes(speed.depth))}"
 
