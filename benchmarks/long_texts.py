@@ -51,6 +51,8 @@ KINDS = {
     "code": "```py\nx = 1\n```\n",
     "stars": "*a",
 }
+# What a kind begins with.
+_HEADS = {"table": "|a|b|\n|-|-|\n"}
 # The keys of each screen; the first one opens it.
 SCREENS = {
     "conversation": ("pageup", "pagedown", "h"),
@@ -68,7 +70,8 @@ SCREENS = {
 def long_text(kind: str, n_chars: int) -> str:
     """`n_chars` characters of a kind."""
     piece = KINDS[kind]
-    return (piece * (n_chars // len(piece) + 1))[:n_chars]
+    head = _HEADS.get(kind, "")
+    return (head + piece * (n_chars // len(piece) + 1))[:n_chars]
 
 
 async def key_times_s(

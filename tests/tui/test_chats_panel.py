@@ -143,6 +143,18 @@ def test_a_conversation_is_listed_with_its_model_its_date_and_its_end(
     drive(play, size=(100, 30))
 
 
+def test_a_narrow_list_shows_the_title_first(drive: Any, history: History) -> None:
+    session = Session(history, "scripted")
+    session.ask("a title of some words")
+
+    async def play(d: Driver) -> None:
+        await d.press("ctrl+o")
+        await d.until(lambda: "1 conversation" in d.screen())
+        assert "a title of some w…  just now" in d.screen()
+
+    drive(play, size=(40, 20))
+
+
 def test_where_nothing_is_found_nothing_is_opened_or_removed(drive: Any, history: History) -> None:
     async def play(d: Driver) -> None:
         for typed, said in (("", "no conversations yet"), ("x", "nothing found")):

@@ -244,6 +244,11 @@ def test_a_narrower_terminal_has_it_above_the_conversation(
         await d.until(lambda: panel.region.bottom == text.region.y and text.region.width == 80)
         assert "EACH TOKEN" in d.screen()
         assert "Enter sends" in d.screen()
+        assert "TIME" in d.screen()  # in a second column
+        await d.pilot.resize_terminal(40, 20)
+        await d.until(lambda: panel.max_scroll_y > 0)
+        panel.scroll_end(animate=False)  # as the wheel does
+        await d.until(lambda: "TIME" in d.screen())
         await d.press("f3")
         await d.until(lambda: "EACH TOKEN" not in d.screen())
 

@@ -214,10 +214,12 @@ def _check_look(d: Driver, look: str) -> None:
             if isinstance(d.app.screen, ModalScreen)
             else d.app.screen.region
         )
+        # The list of the palette lies outside its first child.
+        regions = [dialog, *(w.region for w in d.app.screen.query("CommandList") if w.display)]
         dim = [
             letter
             for y, x, letter, style in seen
-            if dialog.contains(x, y)
+            if any(region.contains(x, y) for region in regions)
             and not DECORATION.match(letter)
             and style.color
             and style.bgcolor

@@ -37,7 +37,7 @@ class LookApp(App[T]):
     CommandPalette SearchIcon { color: $accent-text; margin-top: 0; }
     CommandPalette CommandList { border-bottom: none; }
     CommandPalette CommandList > .option-list--option { text-style: none; }
-    CommandPalette > .command-palette--help-text { color: $hint; text-style: none; }
+    CommandPalette > .command-palette--help-text { color: auto 70%; text-style: none; }
     CommandPalette:ansi #--input { border: hkey ansi_bright_black; border-bottom: none; }
     CommandPalette:ansi CommandList {
         border-top: blank ansi_default; border-bottom: hkey ansi_bright_black;

@@ -84,7 +84,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         self._draft_of: str | None = None  # the conversation that what is typed is the draft of
 
     def compose(self) -> ComposeResult:
-        yield GlassPanel(id="glass", markup=False)
+        yield GlassPanel(id="glass")
         yield HeadLine(id="head", markup=False)
         yield self.transcript
         yield self.composer.menu

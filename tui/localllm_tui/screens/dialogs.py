@@ -132,7 +132,7 @@ class Approval(Dialog[Allowed], keys=APPROVAL):
 
     DEFAULT_CSS = """
     Approval { align: center bottom; }
-    Approval > VerticalScroll { max-height: 100%; border: heavy $warning; border-title-color: $foreground; }
+    Approval > VerticalScroll { max-height: 100%; border: heavy $accent-text; border-title-color: $foreground; }
     """
     KEYS: ClassVar[KeyContext] = "approving"
 

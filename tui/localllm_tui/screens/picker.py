@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from localllm_tui.screens.chat import ChatScreen
 
 MIN_PREVIEW_LINES = 20
+# Of a longer title, at least this much is shown.
+_MIN_TITLE_CELLS = 18
 _MIN_WITH_MODEL = 64
 # Hits shown per conversation. A search in one conversation shows all hits.
 HITS_SHOWN = 3
@@ -188,10 +190,14 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
 
 
 def _line(summary: ConversationSummary, width: int) -> RichText:
-    facts = f"{ago(time.time() - summary.updated_s)} · {how_many(summary.n_messages, 'message')}"
+    title = printable(summary.title).replace("\n", " ")
+    when = ago(time.time() - summary.updated_s)
+    facts = f"{when} · {how_many(summary.n_messages, 'message')}"
     if width >= _MIN_WITH_MODEL:
         facts = f"{elide(one_line(summary.model), 24)} · {facts}"
-    title = elide(printable(summary.title).replace("\n", " "), width - len(facts) - 2)
+    elif width - len(facts) - 2 < min(cell_len(title), _MIN_TITLE_CELLS):
+        facts = when
+    title = elide(title, width - len(facts) - 2)
     # A Text, because brackets in a plain string would be read as markup.
     return RichText(title + " " * max(2, width - len(facts) - cell_len(title)) + facts)
 

@@ -3,10 +3,14 @@ at its right."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from rich.cells import cell_len
 from rich.text import Text
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import Static
@@ -82,25 +86,61 @@ class HeadLine(Static):
 
 # On a narrower screen, the panel would leave the conversation less than 60 columns.
 MIN_COLUMNS = 100
+_COLUMN_GAP = 2
 
 
-class GlassPanel(Static):
+class GlassPanel(VerticalScroll, can_focus=False):
     """Shows the last values of `show`, with bold headings and bars in the theme's accent; hidden
-    until asked for. `narrow`: above the conversation."""
+    until asked for. `narrow`: above the conversation, in two columns if they fit."""
 
     DEFAULT_CSS = f"""
     GlassPanel {{
         dock: right; width: {PANEL_WIDTH + 6}; height: 1fr; padding: 1 2; display: none;
-        border-left: solid $panel; overflow-y: auto; text-wrap: nowrap;
+        border-left: solid $panel;
     }}
+    GlassPanel > Static {{ height: auto; text-wrap: nowrap; text-overflow: clip; }}
     GlassPanel.wanted {{ display: block; }}
     GlassPanel.narrow {{
-        dock: top; width: 100%; height: auto; max-height: 50%; padding: 0 1;
+        dock: top; width: 100%; height: auto; max-height: 55%; padding: 0 1;
         border-left: none; border-bottom: solid $panel;
     }}
     """
+    _lines: tuple[str, ...] = ()
+
+    def compose(self) -> ComposeResult:
+        yield Static("", markup=False)
+
+    def on_resize(self) -> None:
+        self._draw()
 
     def show(self, lines: list[str]) -> None:
-        text = Content("\n".join(lines)).highlight_regex(r"(?m)^[A-Z]{4,}[A-Z ]*", style="bold")
-        if text != self.content:
-            self.update(text.highlight_regex("[▁-▏]+", style="$accent-text"))
+        if tuple(lines) != self._lines:
+            self._lines = tuple(lines)
+            self._draw()
+
+    def _draw(self) -> None:
+        lines = list(self._lines)
+        if self.has_class("narrow"):
+            free_width = self.outer_size.width - self.styles.gutter.width
+            columns = (free_width + _COLUMN_GAP) // (PANEL_WIDTH + _COLUMN_GAP)
+            lines = in_columns(lines, columns)
+        text = Content("\n".join(lines)).highlight_regex(r"\b[A-Z]{4,}[A-Z ]*(?!\w)", style="bold")
+        self.query_one(Static).update(text.highlight_regex("[▁-▏]+", style="$accent-text"))
+
+
+def in_columns(lines: Sequence[str], columns: int) -> list[str]:
+    """Blocks of lines (an empty line ends one) without the empty lines: in one column, or in two of
+    about the same height."""
+    blocks = [block.split("\n") for block in "\n".join(lines).split("\n\n")]
+    joined = [line for line in lines if line]
+    if columns < 2:
+        return joined
+    left: list[str] = []
+    for block in blocks:
+        if left and len(left) + len(block) > (len(joined) + 1) // 2:
+            break
+        left += block
+    right = joined[len(left) :]
+    rows = zip_longest(left, right, fillvalue="")
+    width = PANEL_WIDTH + _COLUMN_GAP
+    return [f"{a:{width}}{b}".rstrip() for a, b in rows]
