@@ -218,7 +218,8 @@ OLLAMA_GENERATE: Table = {
 LLAMACPP: Table = {
     **SAMPLING,
     "prompt": (HONOURED, "other"), "n_predict": (HONOURED, 3), "n_probs": (HONOURED, 2),
-    "n": (HONOURED, 2),
+    "n": (HONOURED, 2), "n_cmpl": (HONOURED, 2), "max_tokens": (HONOURED, 3),
+    "logprobs": (HONOURED, 2),
     "image_data": (REFUSED, [{"data": "x", "id": 1}]),
     "post_sampling_probs": (REFUSED, True), "lora": (REFUSED, [{"id": 0, "scale": 1}]),
     "mirostat": (REFUSED, 2),

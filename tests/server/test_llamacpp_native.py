@@ -51,6 +51,20 @@ def test_a_completion_has_its_text_prompt_and_facts(server: Running, path: str) 
     assert [one["prompt"] for one in several] == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("path", [NATIVE, "/completions"])
+def test_openai_s_names_are_read_as_in_llama_cpp(server: Running, path: str) -> None:
+    asked = {"prompt": "x", "max_tokens": 1, "n": 2, "logprobs": 3}
+    reply = post(server.url + path, asked)
+    assert "x-localllm-ignored" not in reply.headers
+    for answer in reply.json():
+        assert (answer["tokens_predicted"], answer["stop_type"]) == (1, "limit")
+        assert answer["generation_settings"]["n_probs"] == 3
+        assert len(answer["completion_probabilities"][0]["top_logprobs"]) == 3
+    own = {"n_predict": 2, "n_cmpl": 1, "n_probs": 1}
+    answer = post(server.url + path, asked | own).json()
+    assert (answer["tokens_predicted"], answer["generation_settings"]["n_probs"]) == (2, 1)
+
+
 def test_the_settings_of_a_completion_are_llama_cpp_s(server: Running) -> None:
     sent = {"prompt": "x", "ignore_eos": True, "logit_bias": [[5, -1.5]]}
     settings = post(server.url + NATIVE, sent).json()["generation_settings"]

@@ -102,6 +102,10 @@ class LlamaCppFields(SamplingFields, TelemetryFields):
     n_probs: int | None = Field(
         None, ge=0, le=MOST_PROBABILITIES, description="above 20 only for short answers"
     )
+    n_cmpl: Choices | None = None
+    # OpenAI's names. As in llama.cpp, they count if its own names are not sent.
+    max_tokens: int | None = Field(None, ge=-2, le=2**31 - 1, description="as n_predict")
+    logprobs: int | None = Field(None, ge=0, le=MOST_PROBABILITIES, description="as n_probs")
     return_tokens: bool | None = Field(None, description="also return the token ids of the answer")
     response_fields: Annotated[list[str], Field(max_length=64)] | None = Field(
         None, description="return only these fields of the answer; a/b means field b of a"
@@ -121,7 +125,6 @@ class InfillFields(LlamaCppFields):
     input_prefix: str = ""
     input_suffix: str = ""
     input_extra: list[ExtraFile] = Field(default_factory=list, max_length=256)
-    n_cmpl: Choices | None = None
 
 
 def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
@@ -135,10 +138,8 @@ def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
         prompts, images = await _prompts(fields, engine)
         texts[:] = [await _as_text(prompt, engine) for prompt in prompts]
         generation = await _generation(fields, model, engine)
-        n = fields.n
-        if isinstance(fields, InfillFields):
-            n = fields.n_cmpl or n
-        made = await text_job(engine, prompts, generation, grammar, n=n or 1)
+        n = fields.n_cmpl or fields.n or 1
+        made = await text_job(engine, prompts, generation, grammar, n=n)
         reports_tokens = bool(fields.return_tokens or fields.stream)
         return replace(made, media=images, reports_tokens=reports_tokens)
 
@@ -158,8 +159,9 @@ async def _generation(
     """Return the generation settings. If `logit_bias` names a text, each of its tokens gets the
     bias."""
     # In llama.cpp, 0 alternatives means no log-probabilities.
-    longest = first_limit(fields.n_predict)
-    alternatives = min(fields.n_probs or 0, engine.info.n_vocab)
+    longest = first_limit(fields.n_predict, fields.max_tokens)
+    asked = fields.n_probs if fields.n_probs is not None else fields.logprobs
+    alternatives = min(asked or 0, engine.info.n_vocab)
     if alternatives > _FEW and (longest is None or alternatives * longest > MOST_PROBABILITIES):
         raise RequestError(
             f"n_probs times n_predict is above {MOST_PROBABILITIES:,}",
@@ -243,7 +245,7 @@ async def _gap(fields: InfillFields, engine: EngineClient) -> list[int]:
         fields.input_prefix,
         fields.input_suffix,
         extra=[(e.filename, e.text) for e in fields.input_extra],
-        answer_tokens=first_limit(fields.n_predict),
+        answer_tokens=first_limit(fields.n_predict, fields.max_tokens),
         middle=fields.prompt if isinstance(fields.prompt, str) else "",
     )
 
