@@ -23,6 +23,9 @@ class Need:
     - `thinking_tokens`: assumed length of thinking, for a model that thinks. `thinking_good_s`: how
       long that may take.
     - `context`: its initial context, which grows to `grown_context` (0: it does not grow).
+    - `ttft_patient_s`: the wait for a whole prompt up to here costs no points (0: it never does).
+      An agent has it in each session, for each subagent and after each change of the first lines,
+      and a completion in each file.
     """
 
     context: int
@@ -36,6 +39,7 @@ class Need:
     thinking_tokens: int
     thinking_good_s: float
     grown_context: int = 0
+    ttft_patient_s: float = 0.0
 
 
 # People read 4-6 words a second: 6-8 tokens/s keeps up, 20 feels fluent. Users of an agent wait for
@@ -46,8 +50,12 @@ class Need:
 # In a conversation, all but the last question is cached. In an edited text, all but the part after
 # the cursor is cached. Each turn is assumed to have 256 new tokens.
 _CHAT = Need(16384, 2048, 1792, 5.0, 20.0, 4.0, "chat", 60.0, 600, 20.0)
-_CODING = Need(65536, 16384, 14336, 10.0, 40.0, 8.0, "a coding agent", 300.0, 400, 12.0, 131072)
-_AUTOCOMPLETE = Need(8192, 2048, 1792, 20.0, 25.0, 1.0, "autocomplete", 10.0, 0, 1.0)
+_CODING = Need(
+    65536, 16384, 14336, 10.0, 40.0, 8.0, "a coding agent", 300.0, 400, 12.0, 131072, 150.0
+)
+_AUTOCOMPLETE = Need(
+    8192, 2048, 1792, 20.0, 25.0, 1.0, "autocomplete", 10.0, 0, 1.0, ttft_patient_s=5.0
+)
 _LONG = Need(131072, 65536, 0, 4.0, 15.0, 60.0, "long documents", 900.0, 800, 30.0)
 _REASONING = Need(32768, 2048, 1792, 10.0, 40.0, 6.0, "reasoning", 120.0, 2000, 60.0)
 _EMBEDDING = Need(8192, 2048, 0, 1.0, 1.0, 2.0, "embeddings", 60.0, 0, 2.0)
@@ -129,6 +137,8 @@ _THOUGHTS_DOUBLED = 5.0
 _LONG_THOUGHTS = 2.0
 # The same of a wait for the prompt longer than this times a good one.
 _LONG_PROMPT = 4.0
+# Points lost for each doubling of the wait for a whole prompt beyond `ttft_patient_s`.
+_WHOLE_DOUBLED = 3.0
 
 
 def thinking_tokens(model: Model, need: Need) -> int:
@@ -148,10 +158,15 @@ def answer_s(plan: Plan, need: Need) -> float:
 
 
 def prompt_lost(plan: Plan, need: Need) -> float:
-    """Return the points lost by the wait for the prompt, compared with a good wait."""
+    """Return the points lost by the wait for the uncached prompt, compared with a good wait, and by
+    the wait for a whole one, if the purpose often has it."""
     share = plan.later_ttft_s / need.ttft_good_s
     doubled = math.log2(max(1.0, share)) + math.log2(max(1.0, share / _LONG_PROMPT))
-    return _PROMPT_DOUBLED * doubled
+    lost = _PROMPT_DOUBLED * doubled
+    if need.ttft_patient_s:
+        whole_share = plan.ttft_s.value / need.ttft_patient_s
+        lost += _WHOLE_DOUBLED * math.log2(max(1.0, whole_share))
+    return lost
 
 
 def points_lost(plan: Plan, need: Need) -> float:
