@@ -52,6 +52,8 @@ from localllm_tui.widgets.slider import Slider
 T = TypeVar("T")
 
 _LOOK_S = 0.2
+# Rows are shown this long after they were planned, at most.
+_ARRIVED_S = 0.1
 # One line of details per this many lines of the screen, because the list is more important.
 _ROWS_PER_DETAIL = 6
 _MAX_DETAILS = 6
@@ -172,7 +174,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         self.query_one(OptionList).focus()
         self._write("#summary", "planning …")
         self.set_interval(_LOOK_S, self._show_downloads)
-        self.set_interval(_LOOK_S, self._show_arrived)
+        self.set_interval(_ARRIVED_S, self._show_arrived)
         self._replan()
         start(self, self._look_at_disk, "disk")  # known long before the plan
 

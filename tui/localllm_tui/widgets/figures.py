@@ -87,6 +87,8 @@ class HeadLine(Static):
 # On a narrower screen, the panel would leave the conversation less than 60 columns.
 MIN_COLUMNS = 100
 _COLUMN_GAP = 2
+# So many lines are shown as they are, above the conversation too.
+_FEW_LINES = 10
 
 
 class GlassPanel(VerticalScroll, can_focus=False):
@@ -120,7 +122,7 @@ class GlassPanel(VerticalScroll, can_focus=False):
 
     def _draw(self) -> None:
         lines = list(self._lines)
-        if self.has_class("narrow"):
+        if self.has_class("narrow") and len(lines) > _FEW_LINES:
             free_width = self.outer_size.width - self.styles.gutter.width
             columns = (free_width + _COLUMN_GAP) // (PANEL_WIDTH + _COLUMN_GAP)
             lines = in_columns(lines, columns)
