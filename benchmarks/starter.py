@@ -5,9 +5,9 @@ python -m benchmarks.starter [--seeds 20] [--first-seed 1] [--tokens 64] [--only
     [--llama-cpp-python]
 
 Counts the answers whose first sentence is sensible, by a pattern for each question, and those that
-loop: half of the last 96 words are three words that the answer had before. Answers go to
---answers FILE, so that a person can judge them too. The figures do not depend on the machine's
-load.
+loop: half of the last 96 words are three words that the answer had before. Only answers of 48 words
+and more can loop, so --tokens must be large enough. Answers go to --answers FILE, so that a person
+can judge them too. The figures do not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -169,11 +169,12 @@ def report(name: str, answers: list[tuple[str, int, str]], file: Path | None) ->
     """Print the counts of a variant, and append its answers to `file`."""
     n_sensible = sum(sensible(question, text) for question, _, text in answers)
     n_loops = sum(loops(text) for _, _, text in answers)
+    n_long = sum(len(text.split()) >= _WINDOW_WORDS // 2 for _, _, text in answers)
     paris = [text for question, _, text in answers if "France" in question]
     n_paris = sum(sensible("What is the capital of France?", text) for text in paris)
     print(
         f"{name:32} sensible {n_sensible:4} of {len(answers)}   Paris {n_paris} of {len(paris)}   "
-        f"loops {n_loops}",
+        f"loops {n_loops} of {n_long} long ones",
         flush=True,
     )
     if file is not None:
