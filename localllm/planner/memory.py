@@ -380,6 +380,8 @@ _REWIND_TOKENS = 3
 # layers.
 _COMPANION_BATCH = 128
 _COMPANION_LAYERS = 5
+# Tokens of a sequence that heads may leave unread, each with a row (backends' draft_head_state.py).
+_UNREAD_TOKENS = 256
 
 
 def spare_sequences(model: Model, variant: Variant, *, heads: bool) -> int:
@@ -424,7 +426,8 @@ def mtp_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
     n_ctx = settings.n_ctx + _HEADS_DRAFT_CELLS * settings.slots
     own = replace(settings, n_ctx=n_ctx, n_outputs=outputs)
     context = kv_bytes(heads, own) + compute_bytes(heads, own)
-    hidden = F32 * model.hidden_size * (settings.n_batch + outputs)
+    rows = settings.n_batch + outputs + _UNREAD_TOKENS * settings.slots
+    hidden = F32 * model.hidden_size * rows
     return variant.mtp_bytes + context + output_bytes(model, outputs) + hidden
 
 
@@ -436,7 +439,8 @@ def companion_bytes(model: Model, companion: CompanionDrafter, settings: RunSett
     """
     cells = settings.n_ctx + (_HEADS_DRAFT_CELLS + companion.block) * settings.slots
     logits = 2 * _COMPANION_BATCH * model.vocab_size
-    hidden = 2 * _COMPANION_LAYERS * model.hidden_size * settings.n_batch
+    rows = 2 * settings.n_batch + _UNREAD_TOKENS * settings.slots
+    hidden = _COMPANION_LAYERS * model.hidden_size * rows
     kv = F16 * companion.kv_elements * cells
     return companion.file_bytes + kv + F32 * (logits + hidden)
 
@@ -444,11 +448,12 @@ def companion_bytes(model: Model, companion: CompanionDrafter, settings: RunSett
 def mlx_companion_bytes(model: Model, companion: CompanionDrafter, settings: RunSettings) -> int:
     """Return the bytes of a trained drafter on MLX.
 
-    These are its files, its KV at 16 bits, the rows of the model's layers that it reads (as
-    computed and joined), and the logits of a block for every sequence.
+    These are its files, its KV at 16 bits, the model's rows that it reads (as computed, joined and
+    unread), and the logits of a block for every sequence.
     """
     kv = F16 * companion.kv_elements * kv_sizes.pad(settings.n_ctx)
-    hidden = 2 * F16 * _COMPANION_LAYERS * model.hidden_size * settings.n_batch
+    rows = 2 * settings.n_batch + _UNREAD_TOKENS * settings.slots
+    hidden = F16 * _COMPANION_LAYERS * model.hidden_size * rows
     logits = F32 * max(1, companion.block) * settings.slots * model.vocab_size
     return companion.file_bytes + kv + hidden + logits
 

@@ -99,6 +99,8 @@ def test_a_trained_drafter_beside_the_model_is_found_counted_and_loaded(tmp_path
     plain = backends.for_path(str(path)).load(alone.options.spec)
     assert backend.capabilities.draft_kind == "eagle3"
     took = backend.memory().total_bytes - plain.memory().total_bytes
+    # Rows of up to 256 unread tokens of five layers for each sequence are made while it decodes.
+    took += 256 * 5 * 4 * load.plan.model.hidden_size * load.plan.settings.slots
     assert took <= load.plan.memory.draft_bytes <= 2.5 * took
     backend.close()
     plain.close()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from engine.crowds import crowds_equal_isolated_runs
@@ -15,8 +16,11 @@ from engine.drive import GREEDY, Outcome, settle
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
 from localllm.engine.messages import Sampling
-from localllm_backends.contract import LoadSpec
+from localllm.planner.memory import mlx_companion_bytes
+from localllm.planner.types import CompanionDrafter, RunSettings
+from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.mlx import backend_type as mlx
+from localllm_catalog import catalog
 from models import tiny_mlx_drafters
 from support.pictures import needs_mlx_vlm
 from support.requests import request_for
@@ -166,3 +170,24 @@ def test_a_full_disk_and_a_restart_change_no_answer(kind: str, tmp_path: Path) -
         engine.close()
     assert restored[:2] == [0, 0]
     assert restored[2] > 100
+
+
+def test_a_plan_has_the_rows_that_the_drafter_has_not_read(tmp_path: Path) -> None:
+    """For each sequence. The tiny model's rows have 32 bits, and plans assume 16."""
+    held = []
+    for asked in (1, 4):
+        backend = mlx.load(pair(tmp_path / str(asked), "dflash", "full"))
+        sequences = [backend.new_sequence() for _ in range(asked)]
+        for sequence in sequences:
+            backend.step([Chunk(sequence, [5], 1)]).argmax(0)
+        before = mx.get_active_memory()
+        for token in range(150):
+            backend.step([Chunk(s, [5 + token % 90], 1) for s in sequences]).argmax(0)
+        held.append(mx.get_active_memory() - before)
+        backend.close()
+    read = CompanionDrafter("dflash", "", 0, kv_elements=0, width=64, is_folder=True)
+    model = replace(catalog.load().models[0], hidden_size=64, vocab_size=0)
+    one, four = (
+        mlx_companion_bytes(model, read, RunSettings(512, slots=n, n_batch=64)) for n in (1, 4)
+    )
+    assert 3 * 150 * 64 * 4 < held[1] - held[0] <= 2 * (four - one)
