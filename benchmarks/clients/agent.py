@@ -55,6 +55,8 @@ class Agent:
     edits: bool = True
     says: str = DONE
     limit_s: float = 90.0
+    # Until its first request in a scene.
+    start_s: float = 60.0
     mcp: Callable[[Place, Sequence[str]], Sequence[str]] | None = None
     python: str = "python3"
     n_ctx: int = 400_000  # tokens of one byte: about 100,000 of a real vocabulary

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -168,7 +168,13 @@ class Given:
         self.cache: Path = parsed.cache
         self.keep: Path | None = parsed.keep
         self.scenes: str = getattr(parsed, "scenes", "")
-        self.agents = [a for a in AGENTS if not parsed.only or a.name in parsed.only.split(",")]
+        wanted = parsed.only.split(",") if parsed.only else [a.name for a in AGENTS]
+        by: float = parsed.patience
+        self.agents = [
+            replace(agent, limit_s=agent.limit_s * by, start_s=agent.start_s * by)
+            for agent in AGENTS
+            if agent.name in wanted
+        ]
         self.notations = [
             n for n in NOTATIONS if not parsed.templates or n.name in parsed.templates.split(",")
         ]
@@ -190,6 +196,9 @@ def arguments(about: str | None, more: Mapping[str, str] = MappingProxyType({}))
     )
     parser.add_argument("--only", default="", help="clients by name, comma-separated")
     parser.add_argument("--templates", default="", help="templates by name, comma-separated")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="factor of the time limits, for a busy machine"
+    )
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/localllm-clients")
     parser.add_argument("--keep", type=Path, help="folder for what was said in each run")
     parser.add_argument(

@@ -24,7 +24,6 @@ from benchmarks.clients.loops import Stage, arguments, because, stage
 from benchmarks.clients.notations import Notation
 
 MOST_S = 0.3  # from Ctrl-C to the end of generation
-_START_S = 60.0
 _TAIL_CHARS = 5_000
 _PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -181,7 +180,7 @@ def interrupt(agent: Agent, notation: Notation, program: Path) -> str:
     with stage(replace(agent, worker=Endless), notation, program, pause_s=0.02) as on:
         process, _ = start(agent, on.place)
         try:
-            until = time.monotonic() + _START_S
+            until = time.monotonic() + agent.start_s
             while not on.model.running and time.monotonic() < until and process.poll() is None:
                 time.sleep(0.01)  # another process is waited for
             if not on.model.running:
@@ -209,7 +208,7 @@ def restart(agent: Agent, notation: Notation, program: Path) -> str:
     """The server stops in the middle of an answer and starts again: the client asks again."""
     with stage(agent, notation, program, pause_s=0.02) as on:
         process, output = start(agent, on.place)
-        until = time.monotonic() + _START_S
+        until = time.monotonic() + agent.start_s
         while time.monotonic() < until and process.poll() is None:
             if on.model.running and "read" in on.worker.steps:
                 break
