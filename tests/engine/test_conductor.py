@@ -130,6 +130,17 @@ def test_what_a_transfer_took_changes_the_choice() -> None:
     assert chosen(found) is None
 
 
+def test_a_block_that_does_not_come_costs_the_time_of_one_block() -> None:
+    """A block is due after 0.256 s, and computing it here takes 2.56 s."""
+    now_s = 0.0
+    found = conductor(0.01, 0.001, clock=lambda: now_s)
+    fetch = found.begin(WantedKv(PROMPT, 0, ""), streams=False)
+    assert fetch is not None
+    fetch.close()
+    for now_s, late in ((0.25, False), (2.8, False), (2.9, True)):
+        assert found.late(fetch) == late, now_s
+
+
 def test_a_copy_is_asked_for_in_the_given_order() -> None:
     found = conductor(0.001)
     identity = found.identity.to_json()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -421,8 +423,55 @@ def test_a_reader_that_leaves_ends_the_request(sender: Running, identity: dict[s
     url = sender.url + "/v1/kv"
     with httpx.stream("POST", url, json=body, headers=headers, trust_env=False) as answer:
         next(answer.iter_raw())
-    (model,) = sender.app.state.server.models.list()
-    until(lambda: model.worker.in_use == 0)
+    until(lambda: requests_at(sender) == 0)
+
+
+def requests_at(server: Running) -> int:
+    """The number of requests that hold the model."""
+    (model,) = server.app.state.server.models.list()
+    n: int = model.worker.in_use
+    return n
+
+
+def reader_of(server: Running, prompt: list[int], identity: dict[str, str]) -> socket.socket:
+    """A client that has asked for KV, and reads nothing yet."""
+    body = json.dumps({"tokens": prompt, "identity": identity}).encode()
+    head = f"POST /v1/kv HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {MAC}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    reader = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    reader.sendall(head.encode() + body)
+    return reader
+
+
+def test_a_reader_that_takes_nothing_ends_the_request(
+    few_layers: Path, identity: dict[str, str]
+) -> None:
+    # 8 MB of KV, more than the buffers of both sockets hold.
+    prompt = words(640, 3500)
+    with (
+        loaded_server(worker(few_layers), keys=KEYS, idle_timeout_s=0.5) as server,
+        reader_of(server, prompt, identity) as reader,
+    ):
+        assert reader.recv(12) == b"HTTP/1.1 200"
+        until(lambda: requests_at(server) == 0)
+        # The connection is closed after what the system's buffers hold.
+        while reader.recv(2**20):
+            pass
+
+
+def test_a_request_without_an_answer_ends_when_its_client_leaves(
+    few_layers: Path, identity: dict[str, str]
+) -> None:
+    supervisor = worker(few_layers)
+    with loaded_server(supervisor, keys=KEYS) as server:
+        assert supervisor.client is not None
+        os.kill(supervisor.client.pid, signal.SIGSTOP)
+        try:
+            with reader_of(server, words(650), identity):
+                until(lambda: requests_at(server) == 1)
+            until(lambda: requests_at(server) == 0)
+        finally:
+            os.kill(supervisor.client.pid, signal.SIGCONT)
 
 
 def test_the_link_is_measured_with_a_request_of_its_own(

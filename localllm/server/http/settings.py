@@ -127,8 +127,9 @@ class ServerSettings:
     `header_timeout_s`: longest time to send the headers.
     `body_timeout_s`: longest time to send a body. One second is added for each
     `min_body_bytes_s` bytes received.
-    `idle_timeout_s`: longest idle time of a connection between requests. `idle_unknown_timeout_s`:
-    the same before the gate has admitted one of its requests.
+    `idle_timeout_s`: longest idle time of a connection between requests, and longest time in which
+    a reader of KV takes nothing. `idle_unknown_timeout_s`: longest idle time before the gate has
+    admitted a request.
     `max_connections`: limit of admitted connections. If all of them are busy, other requests get
     503.
     `max_unknown_connections`: limit of other connections, counted separately for this machine and

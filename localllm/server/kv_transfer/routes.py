@@ -28,6 +28,7 @@ from localllm.server.http.accounts import caller, salt_of
 from localllm.server.http.errors import BodyTooLargeError
 from localllm.server.http.json_body import read_json
 from localllm.server.http.settings import ServerSettings
+from localllm.server.http.streaming import respond_unless_disconnected
 from localllm.server.kv_transfer.sending import KvResponse, KvSending
 from localllm.server.models.served import ServedModel
 from localllm.server.serving import Server
@@ -73,7 +74,8 @@ def routes(server: Server) -> Paths:
         fields, _ = read(KvFields, await read_json(request, server.settings))
         model = await _model(server, fields)
         with server.serving(model):
-            return await _answer(fields, model)
+            work = _answer(fields, model, server.settings.idle_timeout_s)
+            return await respond_unless_disconnected(request, work)
 
     return paths
 
@@ -126,7 +128,7 @@ def _adapters(engine: EngineClient, fields: KvFields) -> tuple[tuple[int, float]
     return tuple((numbers[adapter.digest], adapter.scale) for adapter in fields.adapters)
 
 
-async def _answer(fields: KvFields, model: ServedModel) -> Response:
+async def _answer(fields: KvFields, model: ServedModel, silence_s: float) -> Response:
     engine = await model.engine()
     own = _own_identity(engine, fields)
     if not own:
@@ -160,7 +162,7 @@ async def _answer(fields: KvFields, model: ServedModel) -> Response:
     except BaseException:
         await sending.close(caller())
         raise
-    return KvResponse(sending, model, caller())
+    return KvResponse(sending, model, caller(), silence_s)
 
 
 async def _probe(fields: KvFields, model: ServedModel) -> Response:

@@ -13,7 +13,7 @@ from localllm.engine.transfer.frames import FAIL, MEDIA_TYPE, words_frame
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import WorkerDiedError, by_code
 from localllm.server.http.accounts import Account
-from localllm.server.http.asgi import Receive, Scope, Send
+from localllm.server.http.asgi import CONNECTION, Receive, Scope, Send
 from localllm.server.http.streaming import cancel_on_disconnect
 from localllm.server.models.served import ServedModel
 
@@ -58,14 +58,16 @@ class KvSending:
             self._pieces.put_nowait(None)
         self._pieces.put_nowait(None)
 
-    async def send_all(self, send: Send) -> None:
-        """Send the body of the response."""
+    async def send_all(self, send: Send, silence_s: float) -> None:
+        """Send the body of the response. Raises TimeoutError if the reader takes nothing for
+        `silence_s`. It would hold the model, a sequence and its cells otherwise."""
         piece: bytes | None = self._first
         in_frame = True
         while piece is not None:
             in_frame = bool(piece)
             if piece:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                async with asyncio.timeout(silence_s):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
             else:
                 self._engine.more_kv(self._request.id)
             piece = await self._pieces.get()
@@ -91,21 +93,28 @@ class KvSending:
 
 
 class KvResponse(Response):
-    """Streams a `KvSending` that has begun. The model is leased until the end."""
+    """Streams a `KvSending` that has begun. The model is leased until the end, or until the reader
+    has taken nothing for `silence_s`."""
 
     media_type = MEDIA_TYPE
 
-    def __init__(self, sending: KvSending, model: ServedModel, account: Account) -> None:
+    def __init__(
+        self, sending: KvSending, model: ServedModel, account: Account, silence_s: float
+    ) -> None:
         super().__init__()
         self._sending = sending
         self._model = model
         self._account = account
+        self._silence_s = silence_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", MEDIA_TYPE.encode())]
         with self._model.lease():
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-                await cancel_on_disconnect(receive, self._sending.send_all(send))
+                await cancel_on_disconnect(receive, self._sending.send_all(send, self._silence_s))
+            except TimeoutError:
+                # Data for the reader is waiting, so closing the connection would wait too.
+                scope[CONNECTION].transport.abort()
             finally:
                 await self._sending.close(self._account)
