@@ -24,11 +24,11 @@ from server.test_kv_transfer import (
     loaded_server,
     metric,
     probed,
-    text,
     worker,
 )
 from support.http_server import Running
 from support.relay import Relay, relay_to
+from support.ties import same
 from support.until import until
 
 KEYS = (NamedKey("mac", digest_of(MAC.encode()), kv=True),)
@@ -49,23 +49,6 @@ def read_there(here: Running, draw: random.Random) -> bool:
 
 def passed(relay: Relay, n_bytes: int, answer: Future[httpx.Response]) -> bool:
     return relay.passed_bytes > n_bytes or answer.done()
-
-
-def same(answer: httpx.Response, alone: httpx.Response) -> bool:
-    """True if the answers are equal up to a tie.
-
-    A request that is cut and asked again shares steps on the other server with its first attempt.
-    Steps of another shape round KV in other ways, so the better one of two nearly equal tokens may
-    change. After such a token, the answers are of different texts.
-    """
-    if text(answer) == text(alone):
-        return True
-    tops = (each.json()["choices"][0]["logprobs"]["top_logprobs"] for each in (answer, alone))
-    for ours, theirs in zip(*tops, strict=True):
-        our_token = max(ours, key=ours.__getitem__)
-        if our_token != max(theirs, key=theirs.__getitem__):
-            return our_token in theirs and max(theirs.values()) - theirs[our_token] < TIE
-    return False
 
 
 def check(n_faults: int, path: Path) -> dict[str, float]:
@@ -103,7 +86,8 @@ def check(n_faults: int, path: Path) -> dict[str, float]:
                 until(partial(passed, relay, before + after_bytes // 2, answer))
                 arrived_bytes = relay.passed_bytes - before
                 os.kill(pid, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-            assert same(answer.result(), ask(alone, asked, logprobs=3)), fault
+            # A request that is cut and asked again shares steps with its first attempt.
+            assert same(answer.result(), ask(alone, asked, logprobs=3), TIE), fault
             fetched = metric(here, "kv_fetched_tokens_total") - fetched
             arrived_blocks = arrived_bytes // block_bytes
             assert fetched >= min(BLOCK_TOKENS * (arrived_blocks - 1), TOKENS - 1), fault
