@@ -2,11 +2,17 @@
 the longest gap of a stream meanwhile.
 
     python -m benchmarks.transfer [--rounds 3] [--tokens 3000] [--links 1 2.5 10] [--model FILE]
+        [--minutes 10] [--others 1]
 
-Two servers of one build, on one core each. A relay limits the link to so many Gbit/s. In each round,
-the prefill server reads a new prompt alone, then the decode server has one read for each link: alone,
-and while a stream decodes. Bars: the first token within 1.15 times max(computing there, bytes ÷ link),
-and no gap of the stream longer than 2 of its token times.
+Two servers of one build, on one core each. A relay limits the link to so many Gbit/s. In each round
+and for each link, the prefill server reads a new prompt for itself. Then the decode server has two
+prompts read there: alone, and while a stream decodes. Bars: the first token within 1.15 times
+max(computing there, bytes ÷ link), and no gap of the stream longer than 2 of its token times.
+
+Other programs make both bars meaningless. A measurement counts only if they took at most the share
+`--others` of the processors meanwhile. It is repeated otherwise, until `--minutes` are over. Processor
+time suffers less: the prefill server's for a transfer, divided by that for its own reading, and the
+decode server's.
 """
 
 from __future__ import annotations
@@ -20,11 +26,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.models import serve_command, smollm2
 from benchmarks.processes import Server, empty_home, running
@@ -36,10 +45,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 _KEY = "decode-decode-decode"
 _KEYS = '[keys.decode]\nenv = "DECODE_KEY"\nkv = true\n'
 _GBIT_BYTES = 125_000_000
-_TIMEOUT_S = 120.0
+# seconds. An answer sends a comment at least every 10 s.
+_SILENCE_S = 60.0
 # Tokens of the stream before the transfer begins, and at most.
 _WARM_TOKENS = 60
-_STREAM_TOKENS = 3000
+_STREAM_TOKENS = 8000
+_KERNEL_KINDS = ("irq", "softirq", "steal")
 # Runs a command on one core.
 _PINNED = (
     "import os, sys; os.sched_setaffinity(0, {{{core}}}); os.execv(sys.executable, sys.argv[1:])"
@@ -48,15 +59,28 @@ _PINNED = (
 
 @dataclass
 class Answer:
-    """The times at which the pieces of an answer came, in seconds, and the receipt of its KV."""
+    """The times at which the pieces of an answer came, in seconds, and its last comment: the receipt
+    of its KV. It ends when `enough` is set, or with an error at `until_s`."""
 
-    began_s: float
+    until_s: float
+    began_s: float = 0.0
     times_s: list[float] = field(default_factory=list)
     receipt: str = ""
+    enough: threading.Event = field(default_factory=threading.Event)
 
     @property
     def first_s(self) -> float:
         return self.times_s[0] - self.began_s
+
+    @property
+    def token_s(self) -> float:
+        """The usual time between two tokens, before the transfer."""
+        return statistics.median(b - a for a, b in pairwise(self.times_s[:_WARM_TOKENS]))
+
+    def longest_gap(self, begun_s: float, ended_s: float) -> float:
+        """The longest time between two tokens from `begun_s` to `ended_s`, in usual times."""
+        times_s = [at for at in self.times_s if begun_s <= at <= ended_s]
+        return max((b - a for a, b in pairwise(times_s)), default=0.0) / self.token_s
 
 
 def ask(port: int, prompt: Sequence[int], n_tokens: int, answer: Answer) -> None:
@@ -64,23 +88,21 @@ def ask(port: int, prompt: Sequence[int], n_tokens: int, answer: Answer) -> None
     body: dict[str, Any] = {"prompt": [*prompt], "max_tokens": n_tokens, "stream": True}
     body |= {"temperature": 0, "ignore_eos": True}
     headers = {"authorization": f"Bearer {_KEY}", "content-type": "application/json"}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
-    answer.began_s = time.perf_counter()
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    response = connection.getresponse()
-    if response.status != 200:
-        raise SystemExit(f"port {port} answers {response.status}: {response.read(500)!r}")
-    answer.receipt = response.headers.get("x-localllm-cache", "")
-    for line in response:
-        if line.startswith(b'data: {"') and b'"text"' in line:
-            answer.times_s.append(time.perf_counter())
-    connection.close()
-
-
-def first_token(port: int, prompt: Sequence[int]) -> Answer:
-    answer = Answer(0.0)
-    ask(port, prompt, 1, answer)
-    return answer
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=_SILENCE_S)) as connection:
+        answer.began_s = time.perf_counter()
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise SystemExit(f"port {port} answers {response.status}: {response.read(500)!r}")
+        for line in response:
+            if line.startswith(b": "):
+                answer.receipt = line.decode().strip()
+            if line.startswith(b'data: {"') and b'"text"' in line:
+                answer.times_s.append(time.perf_counter())
+            if answer.enough.is_set():
+                return
+            if time.perf_counter() > answer.until_s:
+                raise TimeoutError("the time is over")
 
 
 def prompts(n_tokens: int) -> Iterator[list[int]]:
@@ -89,44 +111,70 @@ def prompts(n_tokens: int) -> Iterator[list[int]]:
         yield [1000 + (seed * 7919 + i * 31) % 20_000 for i in range(n_tokens)]
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """What was measured once over a link.
+
+    Seconds to the first token: of the prefill server for itself (`compute_s`), of the decode server
+    (`first_s`), and of the decode server while a stream decodes (`streamed_s`). Processor seconds:
+    of the prefill server for itself (`own_cpu_s`) and for the decode server (`there_cpu_s`), and of
+    the decode server meanwhile (`here_cpu_s`). The longest gaps of the stream, in its token times,
+    during the transfer (`gap`) and after it (`idle_gap`). `others`: the share of the processors that
+    other programs took.
+    """
+
+    compute_s: float
+    own_cpu_s: float
+    first_s: float
+    there_cpu_s: float
+    here_cpu_s: float
+    n_bytes: int
+    streamed_s: float
+    gap: float
+    idle_gap: float
+    others: float
+
+
 @dataclass
 class Link:
-    """What was measured over one link: first tokens in seconds, the bytes of a transfer, the longest
-    gaps of a stream in its token times, and what failed."""
+    """What was measured over a link of `gbit_s`."""
 
     gbit_s: float
-    first_s: list[float] = field(default_factory=list)
-    streamed_s: list[float] = field(default_factory=list)
-    n_bytes: int = 0
-    gaps: list[float] = field(default_factory=list)
-    idle_gaps: list[float] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
 
-    def add(self, first_s: float, times_s: Sequence[float], begun: float, ended: float) -> None:
-        """Add the first token of a transfer from `begun` to `ended`, and the stream meanwhile."""
-        token_s = statistics.median(b - a for a, b in pairwise(times_s[:_WARM_TOKENS]))
-        self.streamed_s.append(first_s)
-        self.gaps.append(_longest([at for at in times_s if begun <= at <= ended]) / token_s)
-        self.idle_gaps.append(_longest([at for at in times_s if at > ended]) / token_s)
-        if times_s[-1] < ended:
-            self.failures.append("the stream ended before the transfer")
+    def bound_s(self, transfer: Transfer) -> float:
+        """Seconds that computing there or the link takes at least."""
+        return max(transfer.compute_s, transfer.n_bytes / (self.gbit_s * _GBIT_BYTES))
 
-    def line(self, compute_s: float) -> str:
-        link_s = self.n_bytes / (self.gbit_s * _GBIT_BYTES)
-        bound_s = max(compute_s, link_s)
-        first_s = statistics.median(self.first_s)
+    def line(self) -> str:
+        if not self.transfers:
+            return f"{self.gbit_s:4g} Gbit/s: not measured"
+        ratios = [t.first_s / self.bound_s(t) for t in self.transfers]
+        gaps = [t.gap for t in self.transfers]
+        n_bytes = self.transfers[0].n_bytes
+
+        def median(of: Callable[[Transfer], float]) -> float:
+            return statistics.median(map(of, self.transfers))
+
         return (
-            f"{self.gbit_s:4g} Gbit/s: {self.n_bytes / 1e6:.1f} MB take {link_s:.2f} s; first token "
-            f"{first_s:.2f} s = {first_s / bound_s:.3f} × {bound_s:.2f} s (bar 1.15); with a stream "
-            f"{statistics.median(self.streamed_s):.2f} s. Longest gap "
-            f"{statistics.median(self.gaps):.2f} token times "
-            f"[{min(self.gaps):.2f}–{max(self.gaps):.2f}] (bar 2); without a transfer "
-            f"{statistics.median(self.idle_gaps):.2f}"
+            f"{self.gbit_s:4g} Gbit/s: {n_bytes / 1e6:.1f} MB take "
+            f"{n_bytes / (self.gbit_s * _GBIT_BYTES):.2f} s, computing there "
+            f"{median(lambda t: t.compute_s):.2f} s; first token {median(lambda t: t.first_s):.2f} s "
+            f"= {_range(ratios)} × the longer one (bar 1.15); with a stream "
+            f"{median(lambda t: t.streamed_s):.2f} s. Longest gap {_range(gaps)} token times "
+            f"(bar 2); without a transfer {median(lambda t: t.idle_gap):.2f}. Processor there "
+            f"{median(lambda t: t.there_cpu_s):.2f} s = {_range([*map(_cpu_ratio, self.transfers)])} × "
+            f"its own reading, here {median(lambda t: t.here_cpu_s):.2f} s. Other programs took "
+            f"{median(lambda t: t.others):.0%}"
         )
 
 
-def _longest(times_s: Sequence[float]) -> float:
-    return max((b - a for a, b in pairwise(times_s)), default=0.0)
+def _cpu_ratio(transfer: Transfer) -> float:
+    return transfer.there_cpu_s / transfer.own_cpu_s
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.3f} [{min(values):.3f}–{max(values):.3f}]"
 
 
 @dataclass
@@ -138,34 +186,73 @@ class Pair:
     relay: Any
     prompts: Iterator[list[int]]
 
-    def transfer(self, link: Link) -> Answer:
-        """Have a prompt read there."""
+    def measure(self, link: Link, until_s: float) -> Transfer:
+        """Measure `link` once. Raises SystemExit if a prompt is not read there, and OSError if an
+        answer does not come in time or ends too early."""
         self.relay.rate_bytes_s = link.gbit_s * _GBIT_BYTES
-        before = self.relay.passed_bytes
-        answer = first_token(self.here.port, next(self.prompts))
-        link.n_bytes = self.relay.passed_bytes - before
+        clock_s, taken_s = time.perf_counter(), self._taken_by_others_s()
+        cpu_s = self.there.cpu_s()
+        alone = Answer(until_s)
+        ask(self.there.port, next(self.prompts), 1, alone)
+        own_cpu_s = self.there.cpu_s() - cpu_s
+        _say(f"{link.gbit_s:g} Gbit/s: computed there in {alone.first_s:.2f} s")
+        passed, cpu_s, here_cpu_s = self.relay.passed_bytes, self.there.cpu_s(), self.here.cpu_s()
+        answer = self._read_there(until_s)
+        n_bytes = self.relay.passed_bytes - passed
+        there_cpu_s, here_cpu_s = self.there.cpu_s() - cpu_s, self.here.cpu_s() - here_cpu_s
+        _say(f"{link.gbit_s:g} Gbit/s: transferred in {answer.first_s:.2f} s")
+        stream, streamed, ended_s = self._with_stream(until_s)
+        taken_s = self._taken_by_others_s() - taken_s
+        clock_s = time.perf_counter() - clock_s
+        return Transfer(
+            alone.first_s,
+            own_cpu_s,
+            answer.first_s,
+            there_cpu_s,
+            here_cpu_s,
+            n_bytes,
+            streamed.first_s,
+            stream.longest_gap(streamed.began_s, ended_s),
+            stream.longest_gap(ended_s, stream.times_s[-1]),
+            taken_s / clock_s / len(os.sched_getaffinity(0)),
+        )
+
+    def _with_stream(self, until_s: float) -> tuple[Answer, Answer, float]:
+        """Have a prompt read there while a stream decodes here. Returns the stream, which decodes as
+        long again after that, the answer to the prompt, and its end."""
+        stream = Answer(until_s)
+        streaming = threading.Thread(
+            target=ask,
+            args=[self.here.port, next(self.prompts)[:40], _STREAM_TOKENS, stream],
+            daemon=True,
+        )
+        streaming.start()
+        try:
+            while len(stream.times_s) < _WARM_TOKENS and streaming.is_alive():
+                time.sleep(0.01)
+            streamed = self._read_there(until_s)
+            ended_s = streamed.times_s[-1]
+            while time.perf_counter() < ended_s + streamed.first_s and streaming.is_alive():
+                time.sleep(0.01)
+            if not streaming.is_alive():
+                raise ConnectionError("the stream ended before the transfer")
+        finally:
+            stream.enough.set()
+            streaming.join(_SILENCE_S)
+        return stream, streamed, ended_s
+
+    def _read_there(self, until_s: float) -> Answer:
+        answer = Answer(until_s)
+        ask(self.here.port, next(self.prompts), 1, answer)
         if "read by" not in answer.receipt:
-            link.failures.append(answer.receipt)
+            raise SystemExit(f"the prompt was not read there: {answer.receipt}")
         return answer
 
-    def beside_a_stream(self, link: Link) -> None:
-        """Have a prompt read there while a stream decodes here."""
-        stream = Answer(0.0)
-        asked = next(self.prompts)[:40]
-        thread = threading.Thread(
-            target=ask, args=[self.here.port, asked, _STREAM_TOKENS, stream], daemon=True
-        )
-        thread.start()
-        while len(stream.times_s) < _WARM_TOKENS and thread.is_alive():
-            time.sleep(0.01)
-        begun = time.perf_counter()
-        answer = self.transfer(link)
-        ended = answer.times_s[-1]
-        # As long again without a transfer.
-        while time.perf_counter() < 2 * ended - begun and thread.is_alive():
-            time.sleep(0.01)
-        link.add(answer.first_s, stream.times_s, begun, ended)
-        thread.join()
+    def _taken_by_others_s(self) -> float:
+        """Seconds of processor time that other programs took so far, and the hypervisor."""
+        times = psutil.cpu_times()
+        busy_s = sum(times[:3]) + sum(getattr(times, kind, 0.0) for kind in _KERNEL_KINDS)
+        return float(busy_s - self.there.cpu_s() - self.here.cpu_s() - time.process_time())
 
 
 def _server(name: str, core: int, model: Path, home: Path, *options: str) -> Server:
@@ -185,18 +272,35 @@ def _server(name: str, core: int, model: Path, home: Path, *options: str) -> Ser
     return Server(name, pinned, port, environment=environment, key=_KEY)
 
 
-def measure(pair: Pair, links: Sequence[Link], rounds: int) -> float:
-    """Fill `links`, and return the median time in which the prefill server reads a prompt."""
-    compute_s = []
-    for _ in range(2):  # learns the costs
-        pair.transfer(Link(10))
-    for number in range(rounds):
-        for link in rotated(links, number):
-            compute_s.append(first_token(pair.there.port, next(pair.prompts)).first_s)
-            link.first_s.append(pair.transfer(link).first_s)
-            pair.beside_a_stream(link)
-        print(f"  round {number + 1}/{rounds}", file=sys.stderr)
-    return statistics.median(compute_s)
+def measure(pair: Pair, links: Sequence[Link], options: argparse.Namespace) -> None:
+    """Measure each link `options.rounds` times, until `options.minutes` are over. The first
+    measurement teaches the servers their costs, and does not count."""
+    until_s = time.perf_counter() + 60 * options.minutes
+    asked = count()
+    learnt = False
+    while time.perf_counter() < until_s:
+        left = [link for link in links if len(link.transfers) < options.rounds]
+        if not left:
+            return
+        link = rotated(left, next(asked))[0]
+        try:
+            found = pair.measure(link, until_s)
+        except OSError as e:
+            _say(f"{link.gbit_s:g} Gbit/s: {e}")
+            continue
+        counts = learnt and found.others <= options.others
+        learnt = True
+        if counts:
+            link.transfers.append(found)
+        _say(
+            f"{link.gbit_s:g} Gbit/s: {found.first_s / link.bound_s(found):.3f} × "
+            f"{link.bound_s(found):.2f} s, processor {_cpu_ratio(found):.3f} ×, longest gap "
+            f"{found.gap:.2f}, others {found.others:.0%}{'' if counts else ': does not count'}"
+        )
+
+
+def _say(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -208,8 +312,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=3000)
     parser.add_argument("--links", type=float, nargs="*", default=[1, 2.5, 10])
     parser.add_argument("--model", type=Path, default=smollm2())
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--others", type=float, default=1.0)
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
+    links = [Link(gbit_s) for gbit_s in options.links]
     with empty_home() as home, tempfile.TemporaryDirectory() as folder:
         there = _server("prefill server", cores[-1], options.model, home)
         config = Path(there.environment["LOCALLLM_CONFIG_DIR"])
@@ -224,14 +331,10 @@ def main() -> None:
             with running([there, here]) as started:
                 if len(started) < 2:
                     raise SystemExit("a server did not start")
-                pair = Pair(there, here, relay, prompts(options.tokens))
-                links = [Link(gbit_s) for gbit_s in options.links]
-                compute_s = measure(pair, links, options.rounds)
-    print(f"{options.tokens:,} tokens, {options.rounds} rounds; computing there {compute_s:.2f} s")
+                measure(Pair(there, here, relay, prompts(options.tokens)), links, options)
+    print(f"{options.tokens:,} tokens, {options.rounds} rounds")
     for link in links:
-        print(link.line(compute_s))
-        for failure in link.failures:
-            print(f"    not as intended: {failure}")
+        print(link.line())
 
 
 if __name__ == "__main__":
