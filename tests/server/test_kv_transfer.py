@@ -441,7 +441,7 @@ def requests_at(server: Running) -> int:
 
 
 def reader_of(server: Running, prompt: list[int], identity: dict[str, str]) -> socket.socket:
-    """A client that has asked for KV, and reads nothing yet."""
+    """A client that has asked for KV, and has not read the answer yet."""
     body = json.dumps({"tokens": prompt, "identity": identity}).encode()
     head = f"POST /v1/kv HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {MAC}\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"

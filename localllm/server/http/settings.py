@@ -128,7 +128,7 @@ class ServerSettings:
     `body_timeout_s`: longest time to send a body. One second is added for each
     `min_body_bytes_s` bytes received.
     `idle_timeout_s`: longest idle time of a connection between requests, and longest time in which
-    a reader of KV takes nothing. `idle_unknown_timeout_s`: longest idle time before the gate has
+    a reader of KV takes no data. `idle_unknown_timeout_s`: longest idle time before the gate has
     admitted a request.
     `max_connections`: limit of admitted connections. If all of them are busy, other requests get
     503.

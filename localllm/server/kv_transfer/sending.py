@@ -59,7 +59,7 @@ class KvSending:
         self._pieces.put_nowait(None)
 
     async def send_all(self, send: Send, silence_s: float) -> None:
-        """Send the body of the response. Raises TimeoutError if the reader takes nothing for
+        """Send the body of the response. Raises TimeoutError if the reader takes no data for
         `silence_s`. It would hold the model, a sequence and its cells otherwise."""
         piece: bytes | None = self._first
         in_frame = True
@@ -94,7 +94,7 @@ class KvSending:
 
 class KvResponse(Response):
     """Streams a `KvSending` that has begun. The model is leased until the end, or until the reader
-    has taken nothing for `silence_s`."""
+    has taken no data for `silence_s`."""
 
     media_type = MEDIA_TYPE
 
