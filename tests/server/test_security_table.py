@@ -25,7 +25,7 @@ TRIED: Mapping[str, tuple[str, ...]] = {
     "key": ("server/test_security.py::test_the_key_is_required_everywhere_but_health",),
     "users of this machine": (
         "server/test_other_users.py::test_another_user_is_answered_on_no_route_but_health",
-        "server/test_other_users.py::test_the_chats_engine_answers_no_other_user",
+        "server/test_other_users.py::test_the_chats_engine_answers_another_user_on_no_route_but_health",
         "server/test_other_users.py::test_every_user_is_answered_if_the_owner_allows_it",
         "server/test_other_users.py::test_a_system_that_reports_no_users_gets_a_kept_key",
     ),
