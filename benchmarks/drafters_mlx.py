@@ -3,8 +3,9 @@
 
     python -m benchmarks drafters_mlx [--rounds N] [--arms ngram,dflash,eagle3] [--right]
 
-Tiny models with random weights on the CPU. A step takes 2 ms, so the host's 0.1 ms for a drafter
-shows. `--layers 12 --inner 2048` makes steps longer, as on real models. Every arm is compared with plain decoding in the same process.
+Tiny models with random weights on the CPU. A step of four streams takes 1 to 2 ms, so the host's
+0.1 ms for a drafter shows. `--layers 12 --inner 2048` makes steps longer, as on real models. Every
+arm is compared with plain decoding in the same process.
 Both are fresh engines with the same prompts, after a run that loads what first steps need. They take turns
 of TURN steps, so that other programs slow both alike. A stream's speed is its number of tokens, divided by
 the time that its engine took until its last token. By the clock and by processor time, the table has the
