@@ -124,6 +124,19 @@ def test_acceptance_is_learnt_without_drafting() -> None:
     assert rates.rate(14) > before
 
 
+def test_a_repetition_is_followed_through_steps_without_a_proposal() -> None:
+    """The guesses for all tokens since the last proposal are learnt from, not only for those whose
+    source is older than it."""
+    often, seldom = HitRates(), HitRates()
+    for rates, n_between in ((often, 1), (seldom, 8)):
+        drafter = PromptLookup([1, 2, 7, 7, 7], rates, RecentOutputs())
+        for _ in range(40 // n_between):
+            drafter.propose(1)
+            drafter.advance([7] * n_between)
+        drafter.propose(1)
+    assert [seldom.rate(n) for n in (2, 8, 32)] == [often.rate(n) for n in (2, 8, 32)]
+
+
 def test_a_text_is_continued_only_by_a_text_with_its_last_pair() -> None:
     text = SearchedText([1, 2, 3])
     text.extend([4])
