@@ -149,11 +149,16 @@ class Speculator:
         rows = min(info.n_batch, info.n_outputs) - prefills
         rows = min(rows, self.backend.cells_free() - info.n_batch * prefills) - len(decoding)
         rows = min(rows, self._most)
-        limit_s = self._limit.steps * self.cost.seconds(self._streams)
+        limit_s = self._max_steps * self.cost.seconds(self._streams)
         for n in _ROWS_IN_TIME:
             if n < rows and self.cost.seconds(self._streams + n) > limit_s:
                 return n
         return rows
+
+    @property
+    def _max_steps(self) -> float:
+        """The most decode steps without drafts that the next step may take."""
+        return self._limit.allowed(self.cost.seconds(self._streams))
 
     def _settle(self) -> None:
         """Charge the drafters for the last step."""
@@ -201,7 +206,7 @@ class Speculator:
         self, decoding: Sequence[RunningRequest], proposals: Sequence[Proposal]
     ) -> list[int]:
         """Choose how many tokens of each proposal to draft."""
-        max_steps = self._limit.steps
+        max_steps = self._max_steps
         for name in {p.drafter for p in proposals if p.drafter in self.drafters and p.survival}:
             max_steps = min(max_steps, 1.0 + self._accounts[name].balance)
         pay = self._worthwhile(proposals, max_steps)
@@ -334,7 +339,7 @@ class Speculator:
         drafter = self.drafters[name]
         survival = [_NEARLY_RIGHT ** (k + 1) for k in range(most)]
         right = DraftCandidate(survival, drafter.token_s, drafter.at_once)
-        if not any(self._worthwhile([right] * self._streams, self._limit.steps)):
+        if not any(self._worthwhile([right] * self._streams, self._max_steps)):
             account.wait = PATIENCE_TOKENS
             return 0
 

@@ -24,26 +24,31 @@ N = 400
 
 
 class Timed(ScriptedBackend):
-    """A step takes `PLAIN_S`, `row` of that more for each further row, and for the second one
+    """A step takes `plain_s`, `row` of that more for each further row, and for the second one
     `second` besides."""
 
-    def __init__(self, row: float, second: float = 0.0) -> None:
+    def __init__(self, row: float, second: float = 0.0, plain_s: float = PLAIN_S) -> None:
         super().__init__(n_ctx=4096, n_batch=64)
+        self.plain_s = plain_s
         self.row, self.second, self.now, self.took = row, second, 0.0, [0.0]
 
     def step(self, chunks: Seq[Chunk]) -> ScriptedResult:
         rows = sum(len(c.tokens) for c in chunks)
-        self.took.append(PLAIN_S * (1.0 + self.row * (rows - 1) + self.second * (rows > 1)))
+        self.took.append(self.plain_s * (1.0 + self.row * (rows - 1) + self.second * (rows > 1)))
         self.now += self.took[-1]
         return super().step(chunks)
 
 
 def stream(
-    row: float, prediction: str, draft: str = "auto", second: float = 0.0
+    row: float,
+    prediction: str,
+    draft: str = "auto",
+    second: float = 0.0,
+    plain_s: float = PLAIN_S,
 ) -> tuple[list[float], float]:
     """Of a stream alone: what its steps took, in plain ones, and how much faster it was for its
     drafts."""
-    backend = Timed(row, second)
+    backend = Timed(row, second, plain_s)
     engine = Engine(backend, EngineSettings(draft=draft), clock=lambda: backend.now, others=ALONE)
     settle(engine)
     outcome = run(engine, request_for("first", "say", 4, GREEDY, ignore_eos=True))
@@ -51,7 +56,7 @@ def stream(
     request = request_for("a", "say it", N, GREEDY, ignore_eos=True, prediction=prediction)
     outcome = run(engine, request)
     assert len(outcome.tokens["a"]) == N
-    steps = [s / PLAIN_S for s in backend.took[1:]]
+    steps = [s / plain_s for s in backend.took[1:]]
     return steps, (N - 1) / sum(steps)
 
 
@@ -106,6 +111,20 @@ def test_a_copy_still_comes_in_bursts(answer: str, row: float, second: float) ->
     best = max(n / (1.0 + row * (n - 1) + second) for n in range(2, 65))
     gain = stream(row, answer, second=second)[1]
     assert gain >= 0.58 * best
+
+
+@pytest.mark.parametrize("row", [0.05, 0.15, 0.5])
+@pytest.mark.parametrize("plain_s", [0.05, 0.2, 1.0])
+def test_a_slow_model_makes_no_pause_of_many_seconds(
+    answer: str, row: float, plain_s: float
+) -> None:
+    """A new request and a cancel wait for the end of a step, so it takes at most 1.5 s or 8 steps
+    without drafts. A copy is still as fast as steps of that length allow, but for its beginning."""
+    longest = max(1.5 / plain_s, 8.0)
+    steps, gain = stream(row, answer, plain_s=plain_s)
+    assert max(steps) <= longest + 1e-6
+    rows = min(64, int((longest - 1.0) / row) + 1)
+    assert gain >= 0.58 * rows / (1.0 + row * (rows - 1))
 
 
 @given(st.floats(0.02, 0.2), st.integers(2, 60), st.integers(20, 120))
