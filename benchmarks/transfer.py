@@ -50,6 +50,8 @@ _SILENCE_S = 60.0
 # Tokens of the stream before the transfer begins, and at most.
 _WARM_TOKENS = 60
 _STREAM_TOKENS = 8000
+# Tokens of the answer that decodes with the stream.
+_JOINED_TOKENS = 20
 _KERNEL_KINDS = ("irq", "softirq", "steal")
 # Runs a command on one core.
 _PINNED = (
@@ -77,10 +79,9 @@ class Answer:
         """The usual time between two tokens, before the transfer."""
         return statistics.median(b - a for a, b in pairwise(self.times_s[:_WARM_TOKENS]))
 
-    def longest_gap(self, begun_s: float, ended_s: float) -> float:
-        """The longest time between two tokens from `begun_s` to `ended_s`, in usual times."""
-        times_s = [at for at in self.times_s if begun_s <= at <= ended_s]
-        return max((b - a for a, b in pairwise(times_s)), default=0.0) / self.token_s
+    def gaps_s(self, after_s: float, until_s: float) -> list[float]:
+        """The times between two tokens that end after `after_s` and by `until_s`."""
+        return [b - a for a, b in pairwise(self.times_s) if after_s < b <= until_s]
 
 
 def ask(port: int, prompt: Sequence[int], n_tokens: int, answer: Answer) -> None:
@@ -112,15 +113,41 @@ def prompts(n_tokens: int) -> Iterator[list[int]]:
 
 
 @dataclass(frozen=True)
+class Gaps:
+    """The longest gaps of a stream: while KV is imported (`importing`), and after both answers
+    (`after`), in its own token times; and while both requests decode (`joined`), in token times of
+    these steps. One of these is `joined_token` of its own token times."""
+
+    importing: float
+    joined: float
+    joined_token: float
+    after: float
+
+    @classmethod
+    def of(cls, stream: Answer, streamed: Answer) -> Gaps:
+        """Those of `stream` during the transfer for `streamed`, and after it."""
+        first_s = streamed.times_s[0]
+        last_s = streamed.times_s[-1]
+        joined_s = statistics.median(stream.gaps_s(first_s, last_s))
+        # Both requests get a token of the first joined step, in either order.
+        imported_s = first_s - joined_s / 2
+        return cls(
+            max(stream.gaps_s(streamed.began_s, imported_s)) / stream.token_s,
+            max(stream.gaps_s(imported_s, last_s)) / joined_s,
+            joined_s / stream.token_s,
+            max(stream.gaps_s(last_s, stream.times_s[-1])) / stream.token_s,
+        )
+
+
+@dataclass(frozen=True)
 class Transfer:
     """What was measured once over a link.
 
     Seconds to the first token: of the prefill server for itself (`compute_s`), of the decode server
     (`first_s`), and of the decode server while a stream decodes (`streamed_s`). Processor seconds:
     of the prefill server for itself (`own_cpu_s`) and for the decode server (`there_cpu_s`), and of
-    the decode server meanwhile (`here_cpu_s`). The longest gaps of the stream, in its token times,
-    during the transfer (`gap`) and after it (`idle_gap`). `others`: the share of the processors that
-    other programs took.
+    the decode server meanwhile (`here_cpu_s`). `gaps`: those of the stream. `others`: the share of
+    the processors that other programs took.
     """
 
     compute_s: float
@@ -130,8 +157,7 @@ class Transfer:
     here_cpu_s: float
     n_bytes: int
     streamed_s: float
-    gap: float
-    idle_gap: float
+    gaps: Gaps
     others: float
 
 
@@ -150,7 +176,8 @@ class Link:
         if not self.transfers:
             return f"{self.gbit_s:4g} Gbit/s: not measured"
         ratios = [t.first_s / self.bound_s(t) for t in self.transfers]
-        gaps = [t.gap for t in self.transfers]
+        importing = [t.gaps.importing for t in self.transfers]
+        joined = [t.gaps.joined for t in self.transfers]
         n_bytes = self.transfers[0].n_bytes
 
         def median(of: Callable[[Transfer], float]) -> float:
@@ -161,8 +188,10 @@ class Link:
             f"{n_bytes / (self.gbit_s * _GBIT_BYTES):.2f} s, computing there "
             f"{median(lambda t: t.compute_s):.2f} s; first token {median(lambda t: t.first_s):.2f} s "
             f"= {_range(ratios)} × the longer one (bar 1.15); with a stream "
-            f"{median(lambda t: t.streamed_s):.2f} s. Longest gap {_range(gaps)} token times "
-            f"(bar 2); without a transfer {median(lambda t: t.idle_gap):.2f}. Processor there "
+            f"{median(lambda t: t.streamed_s):.2f} s. Longest gap {_range(importing)} token "
+            f"times (bar 2), then {_range(joined)} of both, each "
+            f"{median(lambda t: t.gaps.joined_token):.2f} as long; afterwards "
+            f"{median(lambda t: t.gaps.after):.2f}. Processor there "
             f"{median(lambda t: t.there_cpu_s):.2f} s = {_range([*map(_cpu_ratio, self.transfers)])} × "
             f"its own reading, here {median(lambda t: t.here_cpu_s):.2f} s. Other programs took "
             f"{median(lambda t: t.others):.0%}"
@@ -201,7 +230,7 @@ class Pair:
         n_bytes = self.relay.passed_bytes - passed
         there_cpu_s, here_cpu_s = self.there.cpu_s() - cpu_s, self.here.cpu_s() - here_cpu_s
         _say(f"{link.gbit_s:g} Gbit/s: transferred in {answer.first_s:.2f} s")
-        stream, streamed, ended_s = self._with_stream(until_s)
+        stream, streamed = self._with_stream(until_s)
         taken_s = self._taken_by_others_s() - taken_s
         clock_s = time.perf_counter() - clock_s
         return Transfer(
@@ -212,14 +241,13 @@ class Pair:
             here_cpu_s,
             n_bytes,
             streamed.first_s,
-            stream.longest_gap(streamed.began_s, ended_s),
-            stream.longest_gap(ended_s, stream.times_s[-1]),
+            Gaps.of(stream, streamed),
             taken_s / clock_s / len(os.sched_getaffinity(0)),
         )
 
-    def _with_stream(self, until_s: float) -> tuple[Answer, Answer, float]:
+    def _with_stream(self, until_s: float) -> tuple[Answer, Answer]:
         """Have a prompt read there while a stream decodes here. Returns the stream, which decodes as
-        long again after that, the answer to the prompt, and its end."""
+        long again after that, and the answer to the prompt."""
         stream = Answer(until_s)
         streaming = threading.Thread(
             target=ask,
@@ -230,7 +258,7 @@ class Pair:
         try:
             while len(stream.times_s) < _WARM_TOKENS and streaming.is_alive():
                 time.sleep(0.01)
-            streamed = self._read_there(until_s)
+            streamed = self._read_there(until_s, _JOINED_TOKENS)
             ended_s = streamed.times_s[-1]
             while time.perf_counter() < ended_s + streamed.first_s and streaming.is_alive():
                 time.sleep(0.01)
@@ -239,11 +267,11 @@ class Pair:
         finally:
             stream.enough.set()
             streaming.join(_SILENCE_S)
-        return stream, streamed, ended_s
+        return stream, streamed
 
-    def _read_there(self, until_s: float) -> Answer:
+    def _read_there(self, until_s: float, n_tokens: int = 1) -> Answer:
         answer = Answer(until_s)
-        ask(self.here.port, next(self.prompts), 1, answer)
+        ask(self.here.port, next(self.prompts), n_tokens, answer)
         if "read by" not in answer.receipt:
             raise SystemExit(f"the prompt was not read there: {answer.receipt}")
         return answer
@@ -295,7 +323,7 @@ def measure(pair: Pair, links: Sequence[Link], options: argparse.Namespace) -> N
         _say(
             f"{link.gbit_s:g} Gbit/s: {found.first_s / link.bound_s(found):.3f} × "
             f"{link.bound_s(found):.2f} s, processor {_cpu_ratio(found):.3f} ×, longest gap "
-            f"{found.gap:.2f}, others {found.others:.0%}{'' if counts else ': does not count'}"
+            f"{found.gaps.importing:.2f}, others {found.others:.0%}{'' if counts else ': does not count'}"
         )
 
 
@@ -324,7 +352,7 @@ def main() -> None:
         (config / "config.toml").write_text(_KEYS, encoding="utf-8")
         there.log = Path(folder) / "there"
         with relay_to(there.port) as relay:
-            asks = ("--prefill-from", relay.url)
+            asks = ("--prefill-from", relay.url, "--draft", "off")
             here = _server("decode server", cores[0], options.model, home, *asks)
             here.environment["LOCALLLM_PREFILL_FROM_TOKENS"] = "1024"
             here.log = Path(folder) / "here"
