@@ -8,8 +8,8 @@ the prompt's token count are dropped:
 
 Models: main.gguf (tests/models/tiny_gguf.write_llama with a ChatML template and seed 1, because the
 model of seed 0 ends answers early, which five tests do not expect), bert.gguf and
-rerank.gguf (tiny_bert.write_bert, pooling 1 and 4), vision/vision.gguf with its projector
-(tiny_vision, gemma3). Then run, with the variables of start.py:
+rerank.gguf (tiny_bert.write_bert, pooling 1 and 4), vision/vision.gguf and its projector as
+vision/mmproj.gguf (tiny_vision, gemma3). Then run, with the variables of start.py:
 
     LLAMA_SERVER_BIN_PATH=…/benchmarks/cpp_server/start.py PORT=18500 pytest --timeout 180 unit
 

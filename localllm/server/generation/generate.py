@@ -121,12 +121,14 @@ _AFTER_REASONING = "\n\n"
 async def all_of(works: Iterable[Coroutine[Any, Any, Made]]) -> list[Made]:
     """The results of all `works`. If one fails, the others are cancelled and its exception is
     raised."""
+    tasks = [asyncio.create_task(work) for work in works]
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except* Exception as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        # The engine has released the request of each when its task has ended.
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def run(

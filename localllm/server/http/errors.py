@@ -165,11 +165,13 @@ def _headers_of(error: LocalLLMError) -> dict[str, str]:
 
 
 def for_client(error: BaseException) -> LocalLLMError:
-    """Return `error` in a form that clients may see. LocalLLMErrors are returned unchanged.
+    """Return `error` in a form that clients may see. LocalLLMErrors are returned themselves.
 
     For any other exception, its type and the places in the traceback are logged. Its message is
-    never shown or logged, because it could quote a prompt or name a path."""
+    never shown or logged, because it could quote a prompt or name a path. The tracebacks are
+    removed."""
     if isinstance(error, LocalLLMError):
+        _drop_tracebacks(error)
         return error
     places = [
         f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno} {f.name}"
@@ -177,4 +179,16 @@ def for_client(error: BaseException) -> LocalLLMError:
     ]
     kind = type(error).__name__
     log.error("unforeseen %s at %s", kind, " < ".join(reversed(places)))
+    _drop_tracebacks(error)
     return LocalLLMError(f"the server failed on this request ({kind})", hint="see the server's log")
+
+
+def _drop_tracebacks(error: BaseException | None) -> None:
+    """Remove the tracebacks of `error` and of the errors before it.
+
+    They hold the variables of all functions that the error went through, and most of these hold the
+    error or its task. So a request of 30 MB would stay in memory until the next garbage
+    collection."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
