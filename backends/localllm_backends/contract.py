@@ -375,6 +375,11 @@ class Backend(ABC):
         """
         return [[] for _ in wanted]
 
+    def rest_heads(self, resting: bool) -> None:  # noqa: B027 - optional
+        """Let draft heads that are not used forget old tokens of a sequence that they have not read,
+        which saves their time. `draft` works as before, from the newest tokens alone.
+        """
+
     def interrupt(self) -> None:  # noqa: B027 - optional
         """End the running step with InterruptedStepError. Between steps, end the next one.
 

@@ -102,6 +102,11 @@ class OwnedBackend(Backend):
             raise BackendFailure("this model was loaded without its draft heads")
         return self._heads.draft(wanted)
 
+    @owner_only
+    def rest_heads(self, resting: bool) -> None:
+        if self._heads is not None:
+            self._heads.resting = resting
+
     def _warm_up(self, *lengths: int) -> SequenceId:
         """Run steps of these lengths, so that the first request is not slowed by their set-up.
 

@@ -92,6 +92,44 @@ def agrees(guessed: list[int], expected: list[int]) -> bool:
     return guessed == expected[: len(guessed)]
 
 
+def resting_heads_guess_from_the_newest_tokens(
+    backend: Backend, rng: random.Random, draft: Callable[..., list[int]]
+) -> None:
+    """Of 300 tokens, heads that rest have forgotten the first 128. `draft(line, most, begin=n)` guesses
+    from scratch, without the first n tokens. A fork, a copy and a cut of the sequence still draft."""
+
+    def guess(sequence: int, line: list[int], begin: int = 0) -> bool:
+        newest = rng.randrange(3, 250)
+        (guessed,) = backend.draft([(sequence, newest, MOST)])
+        return agrees(guessed, draft([*line, newest], MOST, begin=begin))
+
+    def read(line: list[int]) -> int:
+        sequence = backend.new_sequence()
+        for begin, end in ((0, 128), (128, 256), (256, 299), (299, 300)):
+            backend.step([Chunk(sequence, line[begin:end], 0)])
+        return sequence
+
+    backend.rest_heads(True)
+    line = [rng.randrange(3, 250) for _ in range(300)]
+    sequence = read(line)
+    fork = backend.fork(sequence, len(line))
+    right = [guess(sequence, line, 128), guess(fork, line, 128)]
+    backend.drop(fork)
+    copy = backend.new_sequence()
+    backend.import_range(copy, backend.export_range(sequence, 0, 300), 0, 300)
+    assert backend.draft([(copy, 9, MOST)])
+    for at in (299, 200, 100):
+        if backend.can_rewind(sequence, at):
+            backend.truncate(sequence, at)
+            backend.draft([(sequence, 9, MOST)])
+            assert backend.length(sequence) == at
+    for left in (sequence, copy):
+        backend.drop(left)
+    backend.rest_heads(False)
+    right.append(guess(read(line), line))
+    assert right == [True] * 3
+
+
 def guesses_are_those_from_scratch(
     backend: Backend,
     rng: random.Random,

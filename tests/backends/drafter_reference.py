@@ -69,7 +69,7 @@ class Reference:
 
     def _context(self, model: int, other: int | None = None) -> int:
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 512, 256, 256, 1
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 512, 512, 512, 1
         params.n_threads = params.n_threads_batch = 1
         params.ctx_other = other
         context = llama_cpp.llama_init_from_model(model, params)
@@ -109,9 +109,12 @@ class Reference:
         assert llama_cpp.llama_process(context, kind, batch) == 0
         llama_cpp.llama_batch_ext_free(batch)
 
-    def draft(self, history: list[int], most: int, unseen: tuple[int, ...] = ()) -> list[int]:
+    def draft(
+        self, history: list[int], most: int, unseen: tuple[int, ...] = (), begin: int = 0
+    ) -> list[int]:
         """The best guesses behind `history`, whose last token the model has not read. `unseen`:
-        positions before which it is not known what the model made of the token."""
+        positions before which it is not known what the model made of the token. `begin`: the
+        first position that the drafter reads."""
         target = self._context(self._model)
         if self._block < 0:
             return self._assistant(target, history, most, known=len(history) - 1 not in unseen)
@@ -126,10 +129,12 @@ class Reference:
         rows = np.concatenate(layers, axis=1)
         rows[[p - 1 for p in unseen]] = 0
         context = self._context(self._drafter, target)
+        # Each token is read with the row before it.
+        first = max(begin - 1, 0)
         made = (
-            self._eagle3(context, history, rows, most)
+            self._eagle3(context, history[first:], rows[first:], most)
             if not self._block
-            else self._dflash(context, history, rows, most)
+            else self._dflash(context, history[first:], rows[first:], most)
         )
         llama_cpp.llama_free(context)
         llama_cpp.llama_free(target)

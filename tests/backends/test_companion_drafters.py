@@ -13,7 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.drafted_lines import MOST, guesses_are_those_from_scratch, words
+from backends.drafted_lines import (
+    MOST,
+    guesses_are_those_from_scratch,
+    resting_heads_guess_from_the_newest_tokens,
+    words,
+)
 from backends.drafter_reference import DSparkHeads, Reference
 from localllm_backends.contract import Backend, BackendFailure, Chunk, LoadError, LoadSpec
 from localllm_backends.llamacpp import backend_type
@@ -83,6 +88,13 @@ def test_after_any_history_they_guess_as_from_scratch(pair: tuple[Path, Path, Re
     model, drafter, reference = pair
     backend = load(model, drafter)
     guesses_are_those_from_scratch(backend, random.Random(5), reference.draft)
+    backend.close()
+
+
+def test_those_that_rest_guess_from_the_newest_tokens(pair: tuple[Path, Path, Reference]) -> None:
+    model, drafter, reference = pair
+    backend = load(model, drafter, n_ctx=1024)
+    resting_heads_guess_from_the_newest_tokens(backend, random.Random(5), reference.draft)
     backend.close()
 
 

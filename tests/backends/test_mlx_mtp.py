@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from backends.drafted_lines import resting_heads_guess_from_the_newest_tokens
 from localllm_backends.contract import Backend, BackendFailure, Chunk, LoadError, LoadSpec
 from localllm_backends.mlx import backend_type
 from models import tiny_mlx
@@ -49,7 +50,11 @@ class Reference:
         self._eps = 1e-5 if family == "mimo" else 1e-6
 
     def draft(
-        self, history: list[int], most: int, unseen: frozenset[int] = frozenset()
+        self,
+        history: list[int],
+        most: int,
+        unseen: frozenset[int] = frozenset(),
+        begin: int = 0,
     ) -> list[int]:
         """The head's best guesses behind `history`. `unseen`: positions whose hidden row before
         them is not known."""
@@ -65,7 +70,7 @@ class Reference:
                     mx.fast.rms_norm(rows, self._norm_of(True), self._eps)]  # fmt: skip
             x = mx.concatenate(pair[::-1] if self._hidden_first else pair, axis=-1) @ self._join.T
             made = mx.fast.rms_norm(
-                self._layer(x[None], "causal", None)[0, -1:], self._norm, self._eps
+                self._layer(x[None, begin:], "causal", None)[0, -1:], self._norm, self._eps
             )
             tokens.append(int(mx.argmax(self._model.lm_head(made)[0])))
             rows = mx.concatenate([rows, made])
@@ -115,6 +120,14 @@ def reference(folder: Path, family: str) -> Reference:
 def load(path: Path, **more: object) -> Backend:
     spec = {"n_ctx": 2048, "n_seq_max": 6, "n_batch": 128, "mtp": True, "n_rewind": MOST, **more}
     return backend_type.load(LoadSpec(str(path), **spec))  # type: ignore[arg-type]
+
+
+def test_a_head_that_rests_guesses_from_the_newest_tokens(
+    folder: Path, reference: Reference
+) -> None:
+    backend = load(folder)
+    resting_heads_guess_from_the_newest_tokens(backend, random.Random(5), reference.draft)
+    backend.close()
 
 
 def words(rng: random.Random, n: int) -> list[int]:

@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.drafted_lines import MOST, guesses_are_those_from_scratch, words
+from backends.drafted_lines import (
+    MOST,
+    guesses_are_those_from_scratch,
+    resting_heads_guess_from_the_newest_tokens,
+    words,
+)
 from localllm_backends.contract import Backend, Chunk, LoadError, LoadSpec
 from localllm_backends.mlx import backend_type
 from models import tiny_mlx, tiny_mlx_drafters
@@ -47,7 +52,9 @@ class Reference:
         self._drafter, self._kind = load_drafter(str(drafter))
         self._layers, self._block = layers, block
 
-    def draft(self, line: list[int], most: int, unseen: tuple[int, ...] = ()) -> list[int]:
+    def draft(
+        self, line: list[int], most: int, unseen: tuple[int, ...] = (), begin: int = 0
+    ) -> list[int]:
         import mlx.core as mx
 
         ids, newest = mx.array([line[:-1]]), line[-1]
@@ -58,6 +65,9 @@ class Reference:
         rows = mx.concatenate([outputs[i] for i in self._layers], axis=-1)
         known = [0.0 if at + 1 in unseen else 1.0 for at in range(len(line) - 1)]
         rows = rows * mx.array(known)[None, :, None]
+        # Each token is read with the row before it.
+        first = max(begin - 1, 0)
+        ids, rows = ids[:, first:], rows[:, first:]
         memory = self._drafter.reset(self._model)
 
         def best(logits: Any) -> Any:
@@ -100,6 +110,20 @@ def test_after_any_history_they_guess_as_from_scratch(
     backend = load(model, drafter)
     reference = Reference(model, drafter, layers, block)
     guesses_are_those_from_scratch(backend, random.Random(5), reference.draft)
+    backend.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_those_that_rest_guess_from_the_newest_tokens(
+    kind: str, model: Path, tmp_path: Path
+) -> None:
+    how, layers, block = KINDS[kind]
+    if how["design"] == "eagle3":
+        how = {**how, "changed": {"embed_tokens.weight": embeddings(model)}}
+    drafter = tiny_mlx_drafters.write(tmp_path / "d", **how)
+    backend = load(model, drafter, n_ctx=1024)
+    reference = Reference(model, drafter, layers, block)
+    resting_heads_guess_from_the_newest_tokens(backend, random.Random(5), reference.draft)
     backend.close()
 
 

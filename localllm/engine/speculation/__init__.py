@@ -107,6 +107,9 @@ class Drafter(ABC):
         seconds = min(seconds, _MAX_SLOWER * self.token_s)
         self.token_s += _SMOOTHING * (seconds - self.token_s)
 
+    def rest(self, resting: bool) -> None:  # noqa: B027 (optional hook)
+        """Record whether this drafter is expected to stay unused. It may then forget old tokens."""
+
     def forget(self, job: RunningRequest) -> None:  # noqa: B027 (optional hook)
         """Drop the data of a request that left the context."""
 

@@ -26,6 +26,7 @@ class MtpDrafter(Drafter):
         self.most = self.backend.capabilities.drafts
         self.name = self.backend.capabilities.draft_kind or "mtp"  # type: ignore[misc]
         self.at_once = self.name == "dflash"
+        self._rests = False
 
     @classmethod
     def for_engine(
@@ -41,6 +42,11 @@ class MtpDrafter(Drafter):
         if able.drafts and (companion or mode == "mtp"):
             return cls(backend, clock)
         return None
+
+    def rest(self, resting: bool) -> None:
+        if resting != self._rests:
+            self._rests = resting
+            self.backend.rest_heads(resting)
 
     def ready(self, job: RunningRequest) -> bool:
         """True if the model has read all but the newest token. The heads follow the model by

@@ -171,6 +171,7 @@ class Speculator:
                 lengths += [0] * (self._emitted - len(used))
                 lost = self._lost_steps(name, lengths, max(d.computed for d in used))
             account.step(gained, lost)
+            self.drafters[name].rest(account.rests)
         self._emitted = 0
         self._used = {}
 
@@ -339,7 +340,9 @@ class Speculator:
         drafter = self.drafters[name]
         survival = [_NEARLY_RIGHT ** (k + 1) for k in range(most)]
         right = DraftCandidate(survival, drafter.token_s, drafter.at_once)
-        if not any(self._worthwhile([right] * self._streams, self._max_steps)):
+        lengths = self._worthwhile([right] * self._streams, self._max_steps)
+        account.can_pay = any(lengths)
+        if not account.can_pay:
             account.wait = PATIENCE_TOKENS
             return 0
 

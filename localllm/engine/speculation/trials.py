@@ -57,6 +57,9 @@ _MOST_GAINED = 16.0
 # Tokens of a trial draft, which measures the acceptance rate.
 _TRIAL_TOKENS = 2
 _MAX_FAILURES = 9
+# So many trials in a row without an accepted token are hardly an accident: of drafters that are right in
+# a third of all cases, one of eight. The next trial is then at least 32 steps away.
+_RESTING_FAILURES = 5
 
 
 @dataclass
@@ -79,6 +82,7 @@ class DrafterAccount:
     `balance`: decode steps without drafts that it may lose now.
     `trusted`: False until a token is accepted. Before that, all drafts are trials.
     `wait`: steps until a trial may be made.
+    `can_pay`: False if drafts would not pay even if they were always right.
     """
 
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -86,6 +90,14 @@ class DrafterAccount:
     trusted: bool = False
     pause: Pause = field(default_factory=Pause)
     wait: int = 0
+    can_pay: bool = True
+
+    @property
+    def rests(self) -> bool:
+        """True if the drafter was never right, and is expected to stay unused for some time."""
+        if self.trusted:
+            return False
+        return not self.can_pay or self.pause.failures >= _RESTING_FAILURES
 
     def step(self, gained: float, lost: float) -> None:
         """Record a step: the decode steps that its drafts saved, and those that they took."""

@@ -196,6 +196,31 @@ def test_of_a_drafter_that_is_always_wrong_one_stream_pays_for_all() -> None:
     assert all(len(lengths) == 1 and lengths[0] <= 2 for lengths in asked)
 
 
+@pytest.mark.parametrize(
+    ("machine", "rate", "rests"),
+    [
+        ("DGX Spark, gemma-3-4b", 0.0, [True]),
+        ("DGX Spark, gemma-3-4b", 0.5, []),
+        # Four streams gain nothing there, even from drafts that are always right.
+        ("two cores", 0.5, [True]),
+    ],
+)
+def test_a_drafter_that_is_no_use_rests(machine: str, rate: float, rests: list[bool]) -> None:
+    """It then need not read the tokens of sequences."""
+    backend = Guessing(machine, rate, "eagle3")
+    told: list[bool] = []
+    backend.rest_heads = told.append  # type: ignore[method-assign]
+    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now, others=ALONE)
+    settle(engine)
+    for k in range(4):
+        request = request_for(f"{k}", f"say {k}", 400, GREEDY, ignore_eos=True)
+        engine.submit(request, backend.tokenize(request.id, special=False))
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    assert told == rests
+
+
 def test_what_was_learnt_is_known_to_the_next_request() -> None:
     first, later = (speed("two cores", 0.0, "mtp", 24, requests=n) for n in (1, 6))
     assert first < 1
