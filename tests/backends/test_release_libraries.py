@@ -5,6 +5,9 @@ Libraries are folders in LOCALLLM_TEST_ENGINES, or in ~/.cache/localllm-engines:
 
     NAME/lib       the libraries, with headers where headers_for looks for them
     NAME/python    if it exists, a program that runs Python with the libc that they need
+
+A build with other kernels is a copy of the installed libraries, with ggml's CPU library of the same
+release built for another processor: cmake -S ggml -DGGML_NATIVE=OFF -DGGML_AVX2=OFF -DGGML_FMA=OFF
 """
 
 from __future__ import annotations
@@ -19,16 +22,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from localllm.engine.cache.identity import KvIdentity, identity_of
+from localllm_backends.contract import Backend, Chunk
+from support.exported_kv import kv_file, prompts, read_prompt
+from support.library_checks import N_TOKENS, open_tiny
+
 ENGINES = Path(os.environ.get("LOCALLLM_TEST_ENGINES", Path.home() / ".cache" / "localllm-engines"))
 INSTALLED = "the installed one"
 NAMES = (
     INSTALLED, "llama-cpp-python-0.3.30", "llama-cpp-py-sync-0.11739", "debian-0.7.0",
 )  # fmt: skip
 NEAR = 0.02
+# Tokens of the steps that a prompt is read in a second time.
+OTHER_STEP_TOKENS = 7
 
 
-def found_by(name: str, folder: Path, model: Path) -> dict[str, Any]:
-    """What the library `name` does (support/library_checks.py)."""
+def found_by(
+    name: str, folder: Path, model: Path, module: str = "support.library_checks"
+) -> dict[str, Any]:
+    """What `module` prints on the library `name`."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     python = sys.executable
     if name != INSTALLED:
@@ -39,7 +51,7 @@ def found_by(name: str, folder: Path, model: Path) -> dict[str, Any]:
         if (engine / "python").exists():
             python = str(engine / "python")
     done = subprocess.run(
-        [python, "-m", "support.library_checks", str(folder), str(model)],
+        [python, "-m", module, str(folder), str(model)],
         env=environment,
         capture_output=True,
         text=True,
@@ -84,3 +96,47 @@ def test_a_release_does_what_it_can_and_names_what_it_lacks(
         assert found["image"] == lacks["images"]
     elif "images" not in installed["lacks"]:
         np.testing.assert_allclose(found["image"], installed["image"], atol=NEAR)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", sorted(path.name for path in ENGINES.glob("*")))
+def test_kv_of_another_build_changes_no_more_tokens_than_other_steps(
+    name: str, tmp_path: Path, smollm2: Path
+) -> None:
+    """The best token after each of 480, after KV of another build with the same layout, and after KV
+    that this build computed in steps of another size."""
+    sent = found_by(name, tmp_path, smollm2, "support.exported_kv")
+    backend = open_tiny(smollm2)
+    difference = identity_of(backend).difference(KvIdentity.from_json(sent))
+    if difference:
+        pytest.skip(f"{name} has another identity of KV: {difference}")
+    counts = {"other steps": 0, "another build": 0}
+    for i, prompt in enumerate(prompts(backend)):
+        own = best_tokens(backend, read_prompt(backend, prompt), prompt[-1])
+        steps = best_tokens(
+            backend, read_prompt(backend, prompt, OTHER_STEP_TOKENS), prompt[-1], own
+        )
+        sequence = backend.new_sequence()
+        backend.import_range(sequence, kv_file(tmp_path, i).read_bytes(), 0, len(prompt) - 1)
+        theirs = best_tokens(backend, sequence, prompt[-1], own)
+        counts["other steps"] += agreeing(own, steps)
+        counts["another build"] += agreeing(own, theirs)
+    backend.close()
+    assert counts["another build"] >= counts["other steps"], counts
+
+
+def best_tokens(
+    backend: Backend, sequence: int, last: int, forced: list[int] | None = None
+) -> list[int]:
+    """The best token after `last`, and after each token of `forced` (None: of the best ones). Drops
+    the sequence."""
+    found: list[int] = []
+    for i in range(N_TOKENS):
+        found += backend.step([Chunk(sequence, [last])]).argmax(0)
+        last = found[i] if forced is None else forced[i]
+    backend.drop(sequence)
+    return found
+
+
+def agreeing(tokens: list[int], others: list[int]) -> int:
+    return sum(a == b for a, b in zip(tokens, others, strict=True))
