@@ -41,7 +41,8 @@ from benchmarks.processes import empty_home
 from benchmarks.step import BARS, SAMPLINGS, recorded, share_of_ideal
 from localllm.bench.stream import free_port
 from localllm.engine.messages import Sampling
-from localllm_backends.contract import Backend, BackendType, Declaration, LoadSpec
+from localllm_backends.backend_type import BackendType
+from localllm_backends.contract import Backend, Declaration, LoadSpec
 from tests.support.emulated_device import EmulatedDevice, HostClock, Rows, Speeds
 
 _ROOT = Path(__file__).parent.parent

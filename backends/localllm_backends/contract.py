@@ -29,10 +29,21 @@ Rules for every backend (tests/backends/test_conformance.py checks them):
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from localllm_backends.declaration import Declaration
+from localllm_backends.failures import (
+    BackendFailure,
+    CannotRewindError,
+    InterruptedStepError,
+    LoadError,
+    NoCellsError,
+    OtherMachineError,
+    OutOfMemoryError,
+    StepError,
+    UnusableEngineError,
+)
 from localllm_backends.placement import Placement
 from localllm_backends.values import (
     MAX_SAMPLED_TOP_K,
@@ -63,60 +74,13 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "MAX_SAMPLED_TOP_K", "Backend", "BackendFailure", "BackendType", "CannotRewindError",
+    "MAX_SAMPLED_TOP_K", "Backend", "BackendFailure", "CannotRewindError",
     "Capabilities", "Chunk", "Declaration", "ImagePixels", "InterruptedStepError", "KvFidelity",
     "KvType", "LoadError", "LoadSpec", "LoraAdapter", "Media", "MediaPart", "MediaRun",
     "MemoryReport", "ModelInfo", "NoCellsError", "OtherMachineError", "OutOfMemoryError",
     "Placement", "PrefillSlices", "QuantizeOrder", "SampleSpec", "SeenTokens", "SequenceId",
-    "SoundSamples", "StepError", "StepResult",
+    "SoundSamples", "StepError", "StepResult", "UnusableEngineError",
 ]  # fmt: skip
-
-
-class BackendFailure(Exception):  # noqa: N818 - the family's name; its subclasses end in Error
-    """Base class of all errors that a backend raises.
-
-    `str(e)` gives the failure and its cause. `hint` gives the remedy if it differs from the usual
-    one for the error's class.
-    """
-
-    def __init__(self, message: str = "", hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint
-
-
-class LoadError(BackendFailure):
-    """The files can't be loaded: missing, truncated, in another format, or of an unknown
-    architecture."""
-
-
-class UnusableEngineError(BackendFailure):
-    """The engine's own library can't be loaded or used. No model is at fault."""
-
-
-class OutOfMemoryError(BackendFailure):
-    """Loading or a step needs more memory than is available."""
-
-
-class NoCellsError(BackendFailure):
-    """A step needs more KV cells than are free. The step appended no tokens."""
-
-
-class StepError(BackendFailure):
-    """The engine failed inside a step. The step's sequences must be dropped."""
-
-
-class InterruptedStepError(BackendFailure):
-    """`interrupt` ended the running step. The step appended no tokens, and all sequences stay
-    valid."""
-
-
-class CannotRewindError(BackendFailure):
-    """The model's memory can't be truncated to that length (recurrent state, sliding window)."""
-
-
-class OtherMachineError(LoadError):
-    """A worker machine that should hold layers is not available. The model's files are not at
-    fault."""
 
 
 class StepResult(ABC):
@@ -417,75 +381,3 @@ class Backend(ABC):
         Sequences and logits do not change.
         """
         return False
-
-
-class BackendType(ABC):
-    """An entry of the entry-point group `localllm.backends`: recognises and loads a Variant.
-
-    Its import must not import the engine.
-    """
-
-    declaration: Declaration
-
-    @abstractmethod
-    def available(self) -> str | None:
-        """Return None if the backend can run here, else one sentence: the missing part and how to
-        install it."""
-
-    def read_code(self) -> None:  # noqa: B027 - optional
-        """Import the modules that every load needs, before the model is known."""
-
-    @abstractmethod
-    def accepts(self, path: str) -> bool:
-        """Return True if `path` is a Variant in this backend's format."""
-
-    @abstractmethod
-    def vocabulary(self, path: str) -> list[bytes]:
-        """Return the bytes of every token, without loading the weights.
-
-        Control tokens are given as they are written. Raises LoadError.
-        """
-
-    @abstractmethod
-    def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
-        """Load a Variant. Raises LoadError or OutOfMemoryError.
-
-        `on_progress` is called with 0.0 … 1.0 while the weights are read.
-        """
-
-    def reads_images(self) -> str | None:
-        """Return None if an image projector could be loaded, else the reason."""
-        return "this backend does not support images"
-
-    def image_bytes(self, path: str) -> int:
-        """Return the bytes that image input needs in addition to the weights.
-
-        This is for models whose own files include a vision encoder; `LoadSpec.projector` is then
-        the model's own path. Returns 0 if they don't include one. Raises BackendFailure if this
-        backend can't use the encoder.
-        """
-        return 0
-
-    def load_embedder(
-        self,
-        path: str,
-        *,
-        n_ctx: int = 0,
-        n_threads: int = 0,
-        n_gpu_layers: int = -1,
-        on_progress: Callable[[float], None] | None = None,
-    ) -> Any:
-        """Load the embedding model or reranker at `path`, for use by one thread.
-
-        The result has the interface of LlamaCppEmbedder (llamacpp/embed.py). Raises LoadError, also
-        if the model computes neither embeddings nor scores.
-        """
-        raise LoadError(f"the {self.declaration.name} backend does not support embedding models")
-
-    def quantize(self, order: QuantizeOrder, on_planned: Callable[[int], None]) -> None:
-        """Write a quant of a model in this backend's format.
-
-        `on_planned` is called once before writing, with the bytes of the result (0: unknown).
-        Raises LoadError.
-        """
-        raise LoadError(f"the {self.declaration.name} backend can't make quants")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm_backends.plain_files import check_plain_file
-from localllm_backends.values import LoraAdapter
+
+if TYPE_CHECKING:
+    from localllm_backends.values import LoraAdapter
 
 
 def add_samples(digest: Any, path: Path) -> None:

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from localllm_backends import registry
-from localllm_backends.contract import BackendFailure, BackendType, LoadError
+from localllm_backends.backend_type import BackendType
+from localllm_backends.contract import BackendFailure, LoadError
 
 Order: TypeAlias = dict[str, Any]
 Send: TypeAlias = Callable[[dict[str, Any]], None]

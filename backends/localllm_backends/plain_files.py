@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from localllm_backends.contract import LoadError
+from localllm_backends.failures import LoadError
 
 # Published tokenizer.json files have up to 35 MB.
 _MAX_TEXT_BYTES = 256 << 20

@@ -15,7 +15,7 @@ from localllm_backends.declaration import Declaration
 from localllm_backends.installed_packages import entry_points
 
 if TYPE_CHECKING:
-    from localllm_backends.contract import BackendType
+    from localllm_backends.backend_type import BackendType
 
 GROUP = "localllm.backends"
 NONE = Declaration("", "no engine", ())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localllm import json_store
 from localllm.engine.messages import DRAFT_MODES
@@ -21,10 +22,13 @@ from localllm.library.types import LocalModel
 from localllm.planner.projector import projector_bytes, reads_sounds
 from localllm.planner.types import CompanionDrafter
 from localllm.settings import Settings
-from localllm_backends.contract import BackendFailure, BackendType
+from localllm_backends.contract import BackendFailure
 from localllm_backends.drafter_config import drafter_config
 from localllm_catalog.catalog import Catalog
 from localllm_catalog.gguf import GgufHeader
+
+if TYPE_CHECKING:
+    from localllm_backends.backend_type import BackendType
 
 # Header keys of models with a sliding window or a recurrent state.
 _NOT_PLAIN = (

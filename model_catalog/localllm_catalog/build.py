@@ -88,13 +88,15 @@ def _companion(entry: Mapping[str, Any]) -> Companion:
 
 def _build(raw: Mapping[str, Any], sources: Sources) -> Model:
     """Build the model without its variants."""
-    model = _with_extras(_shaped(raw), raw)
     sampling = raw.get("sampling", {})
     second = sampling.get("non_thinking")
     purposes = cast("list[Purpose]", raw.get("purposes", ["chat"]))
     quality = _quality(raw.get("quality", {}), sources)
-    return replace(
-        model,
+    return Model(
+        **_shapes(raw),
+        **_matrices(raw),
+        **_parts_outside_layers(raw),
+        **_abilities(raw),
         release_date=raw.get("release_date", ""),
         licence=raw.get("licence", ""),
         hf_repo=raw.get("hf_repo", ""),
@@ -114,64 +116,74 @@ def _number(table: Mapping[str, Any], key: str, default: int = 0) -> int:
     return int(table.get(key, default))
 
 
-def _shaped(raw: Mapping[str, Any]) -> Model:
-    """Build the model with its name and shapes only."""
+def _shapes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's name and its shapes."""
     total = int(raw["params"])
-    active = _number(raw, "active", total)
-    return Model(
-        id=raw["id"],
-        name=raw["name"],
-        family=raw["family"],
-        params_total=total,
-        params_active=active,
-        layers=build_layers(raw),
-        hidden_size=int(raw["hidden"]),
-        intermediate_size=_number(raw, "ffn"),
-        n_heads=int(raw["heads"]),
-        head_dim=int(raw["head_dim"]),
-        vocab_size=int(raw["vocab"]),
-        native_context=int(raw["context"]),
-    )
+    shapes_ = {
+        "params_total": total,
+        "params_active": _number(raw, "active", total),
+        "intermediate_size": _number(raw, "ffn"),
+        "layers": build_layers(raw),
+    }
+    for field, key in _WHOLE_NUMBERS.items():
+        shapes_[field] = int(raw[key])
+    for key in ("id", "name", "family"):
+        shapes_[key] = raw[key]
+    return shapes_
 
 
-def _with_extras(model: Model, raw: Mapping[str, Any]) -> Model:
-    """Return `model` with its experts, tables, vision tower and draft heads, and its tokenizer
-    facts."""
-    model = replace(
-        model,
-        tied_embeddings=bool(raw.get("tied", False)),
-        experts=_experts(raw),
-        architecture=raw.get("architecture", "dense"),
-        ffn_matrices=_number(raw, "ffn_matrices", 3),
-        residual_streams=_number(raw, "residual_streams", 1),
-        attention_gate=bool(raw.get("attention_gate", False)),
-        q_rank=_number(raw.get("mla", {}), "q_rank"),
-    )
+# Fields that every model states, and their keys.
+_WHOLE_NUMBERS = {
+    "hidden_size": "hidden",
+    "n_heads": "heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab",
+    "native_context": "context",
+}
+
+
+def _matrices(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of a model's matrices: experts, feed-forward, output."""
+    return {
+        "tied_embeddings": bool(raw.get("tied", False)),
+        "experts": _experts(raw),
+        "architecture": raw.get("architecture", "dense"),
+        "ffn_matrices": _number(raw, "ffn_matrices", 3),
+        "residual_streams": _number(raw, "residual_streams", 1),
+        "attention_gate": bool(raw.get("attention_gate", False)),
+        "q_rank": _number(raw.get("mla", {}), "q_rank"),
+    }
+
+
+def _parts_outside_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's tables, vision tower and draft heads."""
     lookup = raw.get("lookup", {})
-    per_layer = _number(raw, "per_layer_embedding") * len(model.layers) * model.vocab_size
+    per_layer = _number(raw, "per_layer_embedding") * int(raw["layers"]) * int(raw["vocab"])
     vision = _number(raw, "vision_params")
-    model = replace(
-        model,
-        lookup_params=per_layer + _number(lookup, "params"),
-        lookup_rows=_number(lookup, "rows", 1),
-        lookup_bits=float(lookup.get("bits", 0.0)),
-        extra_params=vision + _number(raw, "mtp_params"),
-        vision_params=vision,
-        image_tokens=_image_tokens(raw),
-        mtp_layers=_number(raw, "mtp_layers"),
-    )
+    return {
+        "lookup_params": per_layer + _number(lookup, "params"),
+        "lookup_rows": _number(lookup, "rows", 1),
+        "lookup_bits": float(lookup.get("bits", 0.0)),
+        "extra_params": vision + _number(raw, "mtp_params"),
+        "vision_params": vision,
+        "image_tokens": _image_tokens(raw),
+        "mtp_layers": _number(raw, "mtp_layers"),
+    }
+
+
+def _abilities(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's tokenizer, and what it was trained for."""
     reasoning = raw.get("reasoning", {})
     companions = tuple(_companion(entry) for entry in raw.get("companions", ()))
-    return replace(
-        model,
-        tokenizer_family=raw.get("tokenizer", ""),
-        tokenizer_pre=raw.get("tokenizer_pre", ""),
-        calls_tools=bool(raw.get("tools", False)),
-        reasoning_kind=reasoning.get("kind", "none"),
-        fim=dict(raw.get("fim", {})),
-        drafts=tuple(raw.get("drafts", ())),
-        companions=companions,
-    )
+    return {
+        "tokenizer_family": raw.get("tokenizer", ""),
+        "tokenizer_pre": raw.get("tokenizer_pre", ""),
+        "calls_tools": bool(raw.get("tools", False)),
+        "reasoning_kind": reasoning.get("kind", "none"),
+        "fim": dict(raw.get("fim", {})),
+        "drafts": tuple(raw.get("drafts", ())),
+        "companions": companions,
+    }
 
 
 def _image_tokens(raw: Mapping[str, Any]) -> ImageTokens | None:
@@ -252,6 +264,9 @@ def _gguf_variants(
     heads_share = (model.extra_params - seeing) / (model.params_total - seeing)
     for table in tables:
         source = _source_title(table, sources)
+        check_repo(table["repo"])
+        if "mmproj" in table:
+            check_file(table["mmproj"])
         heads = heads_share if table.get("heads") else 0.0
         for quant, size in table.get("bytes", {}).items():
             yield _gguf(table, quant, int(size), True, source, heads)
@@ -269,17 +284,14 @@ def _gguf(
     table: Mapping[str, Any], quant: str, size: int, exact: bool, source: str, heads: float = 0.0
 ) -> Variant:
     mtp_bytes = round(heads * size)
-    projector = table.get("mmproj", "")
-    if projector:
-        check_file(projector)
     return Variant(
         Format.GGUF,
         quant,
-        check_repo(table["repo"]),
+        table["repo"],
         _file_names(table, quant),
         size,
         exact,
-        mmproj_file=projector,
+        mmproj_file=table.get("mmproj", ""),
         mmproj_bytes=_number(table, "mmproj_bytes"),
         source=source,
         weights_bytes=size - mtp_bytes if mtp_bytes else 0,

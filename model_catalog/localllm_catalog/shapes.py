@@ -32,7 +32,18 @@ def kv_bytes_per_token(model: Model, kv_type: str = "f16") -> int:
 def recurrent_state_bytes(model: Model) -> int:
     """Return the fixed bytes of one sequence's recurrent layers, independent of length and KV type
     (float32 in llama.cpp)."""
-    return 4 * sum(layer.mixer.state_floats for layer in model.layers)
+    return 4 * sum(count * layer.mixer.state_floats for layer, count in layer_groups(model))
+
+
+@lru_cache(4096)
+def layer_groups(model: Model) -> tuple[tuple[Layer, int], ...]:
+    """Return (layer, number of equal layers) for each kind of layer, in order of the first."""
+    # Counted by identity first, because the catalog builds a pattern's layers once.
+    layers = {id(layer): layer for layer in model.layers}
+    groups: Counter[Layer] = Counter()
+    for key, count in Counter(map(id, model.layers)).items():
+        groups[layers[key]] += count
+    return tuple(groups.items())
 
 
 # --- parameters -----------------------------------------------------------------------------------
@@ -73,11 +84,9 @@ def trunk_params(model: Model) -> tuple[int, int]:
     the shapes."""
     widths = Widths(model.hidden_size, model.n_heads, model.q_rank, model.attention_gate)
     total = active = model.hidden_size
-    # keyed by identity: the catalog builds a pattern's layers once
-    layers = {id(layer): layer for layer in model.layers}
-    for key, count in Counter(map(id, model.layers)).items():
-        mixer = layers[key].mixer.n_params(widths)
-        ffn_total, ffn_active = _ffn_params(model, layers[key])
+    for layer, count in layer_groups(model):
+        mixer = layer.mixer.n_params(widths)
+        ffn_total, ffn_active = _ffn_params(model, layer)
         total += count * (mixer + ffn_total)
         active += count * (mixer + ffn_active)
     return total, active

@@ -22,7 +22,8 @@ from localllm.planner.plan import plan_for
 from localllm.planner.starting_settings import Overrides
 from localllm.planner.types import Workload
 from localllm_backends import registry
-from localllm_backends.contract import BackendType, Declaration, LoadSpec
+from localllm_backends.backend_type import BackendType
+from localllm_backends.contract import Declaration, LoadSpec
 from localllm_catalog import catalog
 
 

@@ -14,7 +14,8 @@ import pytest
 from localllm.errors import ModelFileError
 from localllm.library.catalog import read_header, read_model
 from localllm_backends import registry
-from localllm_backends.contract import BackendType, LoadError, LoadSpec
+from localllm_backends.backend_type import BackendType
+from localllm_backends.contract import LoadError, LoadSpec
 from models import tiny_gguf
 
 

@@ -10,7 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm_backends.contract import BackendType, Declaration, UnusableEngineError
+from localllm_backends.backend_type import BackendType
+from localllm_backends.declaration import Declaration
+from localllm_backends.failures import UnusableEngineError
 
 if TYPE_CHECKING:
     from localllm_backends.contract import Backend, LoadSpec, QuantizeOrder

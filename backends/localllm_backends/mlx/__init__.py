@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from localllm_backends.contract import BackendFailure, BackendType, Declaration
+from localllm_backends.backend_type import BackendType
+from localllm_backends.declaration import Declaration
+from localllm_backends.failures import BackendFailure
 from localllm_backends.installed_packages import version
-from localllm_backends.mlx.files import checkpoint_folder
-from localllm_backends.plain_files import check_plain_files
 
 if TYPE_CHECKING:
     from localllm_backends.contract import Backend, LoadSpec, QuantizeOrder
@@ -98,11 +98,15 @@ class MlxType(BackendType):
     def accepts(self, path: str) -> bool:
         """Return True for a folder with config.json and safetensors weights, or for one of those
         weight files."""
+        from localllm_backends.mlx.files import checkpoint_folder
+
         folder = checkpoint_folder(path)
         return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
     def vocabulary(self, path: str) -> list[bytes]:
+        from localllm_backends.mlx.files import checkpoint_folder
         from localllm_backends.mlx.vocabulary import MlxVocabulary, read_json
+        from localllm_backends.plain_files import check_plain_files
 
         folder = checkpoint_folder(path)
         check_plain_files(folder)
@@ -112,6 +116,7 @@ class MlxType(BackendType):
         return [words.token_bytes(t, special=True) for t in range(words.n_vocab)]
 
     def image_bytes(self, path: str) -> int:
+        from localllm_backends.mlx.files import checkpoint_folder
         from localllm_backends.mlx.towers import has_tower, image_buffer_bytes, unsupported_reason
         from localllm_backends.mlx.vocabulary import read_json
 

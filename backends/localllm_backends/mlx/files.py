@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from localllm_backends.contract import LoadError
+from localllm_backends.failures import LoadError
 from localllm_backends.fingerprints import add_samples
 from localllm_backends.plain_files import check_plain_files
 

@@ -9,7 +9,7 @@ from localllm.errors import BackendMissingError, ModelFileError, ModelNotFoundEr
 from localllm_backends import registry
 
 if TYPE_CHECKING:
-    from localllm_backends.contract import BackendType
+    from localllm_backends.backend_type import BackendType
 
 
 def named(name: str) -> BackendType:

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm.engine import EngineSettings
 from localllm.engine.adapters import kv_salt, unknown_adapters
@@ -45,9 +45,12 @@ from localllm.engine.worker import backends
 from localllm.engine.worker.child_pipe import ChildPipe, Message, Pulse, reason
 from localllm.engine.worker.kv_outlet import KvOutlet
 from localllm.errors import ContextLengthError, UnsupportedError
-from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, Placement
+from localllm_backends.contract import Backend, BackendFailure, LoadSpec, Placement
 from localllm_backends.registry import read_code
 from localllm_backends.token_estimate import estimated_tokens
+
+if TYPE_CHECKING:
+    from localllm_backends.backend_type import BackendType
 
 _PROGRESS_STEP = 0.02
 # seconds. Python's default is as long as one step of a small model.
