@@ -1,2 +1,2 @@
-"""Fits localllm/planner/efficiency.toml to published speeds, and reports how well it predicts rows
+"""Fits localllm/planner/efficiency.json to published speeds, and reports how well it predicts rows
 it has not seen."""

@@ -1,9 +1,9 @@
-"""Fits localllm/planner/efficiency.toml to published speeds, and reports how well it predicts rows
+"""Fits localllm/planner/efficiency.json to published speeds, and reports how well it predicts rows
 it has not seen.
 
     python -m benchmarks.planner_fit            report (files, models and devices left out one at a
                                                 time)
-    python -m benchmarks.planner_fit --write    report, then write localllm/planner/efficiency.toml
+    python -m benchmarks.planner_fit --write    report, then write localllm/planner/efficiency.json
                                                 from all rows and
                                                 the report to benchmarks/planner_fit.md
 
@@ -12,6 +12,7 @@ OPENBLAS_NUM_THREADS=1 makes it several times faster: its matrices are small.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections import Counter, defaultdict
@@ -25,6 +26,14 @@ from benchmarks.planner_fit.rows import Row, rows
 from localllm.planner import efficiency
 
 REPORT = Path(__file__).parent.with_suffix(".md")
+# The head of the table that --write writes.
+ABOUT = [
+    "How close each kind of machine comes to its limits: written by benchmarks/planner_fit, do not "
+    "edit by hand.",
+    "Natural logarithms: coefficient = exp(base + sum of the effects of every key that applies). "
+    "The effects of cpu are set in benchmarks/planner_fit from measurements on x86 cores.",
+    "Sources of every row: benchmarks/data/speeds.csv.",
+]
 # CPU: no published row is in the data. These are what llama.cpp 0.3.36 does on two Zen 5 cores (34
 # GB/s measured): SmolLM2-135M Q4_1 6.8 ms and Gemma-3-270M Q4_K_M 11.5 ms a token solve to 25 GB/s
 # and 99 µs a layer; 128-token prompts at 320 and 746 tok/s are 34-75 GFLOP/s a core. The machine's
@@ -42,42 +51,32 @@ CPU = {
 }  # fmt: skip
 
 
-def to_toml(fitted: Mapping[str, tuple[Fit, Sequence[Row], Mapping[str, float]]]) -> str:
-    """efficiency.toml: bases, effects above half a percent, row counts, widths of ranges. Effects
+def tables(
+    fitted: Mapping[str, tuple[Fit, Sequence[Row], Mapping[str, float]]],
+) -> dict[str, object]:
+    """efficiency.json: bases, effects above half a percent, row counts, widths of ranges. Effects
     of past eras stay out of it."""
-    out = [
-        "# How close each kind of machine comes to its limits: written by benchmarks/planner_fit, "
-        "do not edit by hand.",
-        "# Natural logarithms: coefficient = exp(base + sum of the effects of every key that "
-        "applies). [*.cpu] is set in",
-        "# benchmarks/planner_fit from measurements on x86 cores. Sources of every row: "
-        "benchmarks/data/speeds.csv.",
-        "",
-        "[meta]",
-        'source = "published llama-bench and mlx-lm results, benchmarks/data/speeds.csv"',
-    ]
+    found: dict[str, object] = {"about": ABOUT}
     for law, (fit, data, widths) in fitted.items():
         index = fit.design.index
-        base = {name: fit.theta[index["", name]] for name in BASE[law]}
-        out += ["", f"[{law}.base]"] + [f"{name} = {value:.4f}" for name, value in base.items()]
-        out += ["", f"[{law}.width]"] + [
-            f'"{name}" = {value}' for name, value in widths.items() if value
-        ]
+        base = {name: float(fit.theta[index["", name]]) for name in BASE[law]}
         effects: dict[str, dict[str, float]] = defaultdict(dict)
-        for (key, name), j in index.items():
+        for (key, name), j in sorted(index.items()):
             if key and not key.startswith("era:") and abs(fit.theta[j]) >= 0.005:
-                effects[key][name] = float(fit.theta[j])
+                effects[key][name] = round(float(fit.theta[j]), 3)
         effects["cpu"] = {
-            name: math.log(value) - base[name] for name, value in CPU.get(law, {}).items()
+            name: round(math.log(value) - base[name], 3)
+            for name, value in sorted(CPU.get(law, {}).items())
         }
-        out += ["", f"[{law}.effects]"]
-        for key in sorted(key for key in effects if effects[key]):
-            body = ", ".join(f"{n} = {v:.3f}" for n, v in sorted(effects[key].items()))
-            out.append(f'"{key}" = {{ {body} }}')
         learnt = [row for row in data if not row.suspect]
         counts = Counter(key for row in learnt for key in row.keys if not key.startswith("quant:"))
-        out += ["", f"[{law}.rows]"] + [f'"{key}" = {n}' for key, n in sorted(counts.items())]
-    return "\n".join(out) + "\n"
+        found[law] = {
+            "base": {name: round(value, 4) for name, value in base.items()},
+            "width": {name: value for name, value in widths.items() if value},
+            "effects": {key: effects[key] for key in sorted(effects) if effects[key]},
+            "rows": dict(sorted(counts.items())),
+        }
+    return found
 
 
 def main() -> None:
@@ -100,7 +99,7 @@ def main() -> None:
     many = batched.law_of(both, one)
     fitted["batched"] = (Fit(many), many.data, widths)
     if "--write" in sys.argv:
-        efficiency.FILE.write_text(to_toml(fitted), encoding="utf-8")
+        efficiency.FILE.write_text(json.dumps(tables(fitted), indent=1) + "\n", encoding="utf-8")
         REPORT.write_text("\n".join(text), encoding="utf-8")
         print(f"wrote {efficiency.FILE.name} and {REPORT.name}")
 

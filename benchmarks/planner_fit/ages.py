@@ -10,7 +10,7 @@ planner.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from localllm.planner import kernels
 from localllm.planner.bytes_per_token import facts
@@ -50,7 +50,7 @@ def prefill(age: Age, parts: Mapping[str, CostTerm]) -> dict[str, CostTerm]:
     """The parts of a prompt's token, as long as that age took for them."""
     matrices, all_of_it = _dense_tiles(age) * _rows_of_experts(age), _states_in_turn(age)
     slower = {"matmul": matrices * all_of_it, "padding": matrices * all_of_it}
-    return {n: replace(p, value=p.value * slower.get(n, all_of_it)) for n, p in parts.items()}
+    return {n: p._replace(value=p.value * slower.get(n, all_of_it)) for n, p in parts.items()}
 
 
 def masked(age: Age, batch: int) -> tuple[float, float]:
@@ -84,7 +84,7 @@ def decode(
 ) -> dict[str, CostTerm]:
     """The parts of a decode step of so many `weights` on units of `flops_s`, as long as that age
     took for them."""
-    kv = replace(parts["kv"], value=parts["kv"].value * _kv_reads(age))
+    kv = parts["kv"]._replace(value=parts["kv"].value * _kv_reads(age))
     apart = _apart_layer_s(age) * parts["experts"].value
     older = CostTerm(_k_quants_flops(age) * weights / flops_s + apart, ())
     return {**parts, "kv": kv, "older": older}

@@ -279,7 +279,7 @@ def _width(
 
 
 def report(law: str, found: Sequence[Miss]) -> tuple[list[str], dict[str, float]]:
-    """(The table of a law's strata as Markdown, widths for efficiency.toml)."""
+    """(The table of a law's strata as Markdown, widths for efficiency.json)."""
     kept = [s for s in strata(found) if s.names != (ranges.DATA_CENTER,)]
     widths = {name: math.ceil(1e3 * s.width) / 1e3 for s in kept for name in s.names}
     widths[ranges.DATA_CENTER] = FIRST_OF_ITS_KIND[law]

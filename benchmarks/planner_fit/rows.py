@@ -7,7 +7,7 @@ import csv
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -351,8 +351,8 @@ def _prefill_parts(
     if unfused:
         context = prefill_cost.mean_context(tokens, depth, min(tokens, batch))
         moved = ages.scores_bytes(model, context) / (hardware.bandwidth_gbps * 1e9)
-        parts["activations"] = replace(
-            parts["activations"], value=parts["activations"].value + moved
+        parts["activations"] = parts["activations"]._replace(
+            value=parts["activations"].value + moved
         )
     return tuple(ages.prefill(age, parts).values())
 

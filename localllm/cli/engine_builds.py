@@ -5,7 +5,6 @@ Also predicts the speed of other builds on this machine.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from contextlib import suppress
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from localllm.planner.types import Plan
     from localllm.setup.steps import Preferred
 
-log = logging.getLogger(__name__)
 # Commands that choose, show or repair builds and settings must run with any configured build.
 _NEVER_FAIL = ("setup", "config", "doctor", "device")
 # Commands whose answers would be wrong if the build computed wrong results.
@@ -104,6 +102,8 @@ class EngineFallback:
 
     def _replace(self, name: str, reason: str) -> bool:
         """Use the last good build from now on. Returns False if there is none."""
+        import logging
+
         from localllm.setup import builds
 
         try:
@@ -112,7 +112,7 @@ class EngineFallback:
             builds.apply(before, os.environ, sys.path)
         except (LocalLLMError, OSError):
             return False
-        log.warning(
+        logging.getLogger(__name__).warning(
             "the engine %s can't be used: %s; %s runs now (`localllm setup --use %s` goes back)",
             name,
             reason,

@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from localllm.device.parsers.gpus import AmdGpu
 from localllm.device.types import GIB, Basis, Memory
 from localllm.memory.account import headroom_bytes
+
+if TYPE_CHECKING:
+    from localllm.device.parsers.gpus import AmdGpu
 
 MIB = 1 << 20
 

@@ -65,16 +65,17 @@ def machine_of(
 def overrides_for(device: Device, catalog: Catalog) -> Overrides:
     """Return the speeds measured on `device`, the engines of this installation, and the models that
     its llama.cpp can't read."""
-    from localllm.load import measurements, readable_models
     from localllm.planner.starting_settings import Overrides
     from localllm_backends import registry
 
-    records = [] if device.simulated else measurements.load()
-    measured = measurements.for_planner(records, device.name, catalog.by_id)
-    too_new: tuple[tuple[str, str], ...] = ()
-    if not device.simulated:
-        too_new = readable_models.too_new(catalog.models)
-    return Overrides(measured=measured, backends=tuple(registry.backends()), too_new=too_new)
+    engines = tuple(registry.backends())
+    if device.simulated:
+        return Overrides(backends=engines)
+    from localllm.load import measurements, readable_models
+
+    measured = measurements.for_planner(measurements.load(), device.name, catalog.by_id)
+    too_new = readable_models.too_new(catalog.models)
+    return Overrides(measured=measured, backends=engines, too_new=too_new)
 
 
 def of_quant(plans: list[Plan], quant: str) -> list[Plan]:

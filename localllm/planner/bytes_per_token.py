@@ -4,7 +4,6 @@ routed to."""
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -174,17 +173,17 @@ class ModelCounts:
 @lru_cache(4096)
 def facts(model: Model) -> ModelCounts:
     """Return the counts of `model`. The result is cached."""
+    groups = shapes.layer_groups(model)
+    mixers = [(layer.mixer, count) for layer, count in groups]
     n_experts = chosen = pool = 0
     if model.experts is not None:
         x = model.experts
-        n_experts = sum(layer.has_experts for layer in model.layers)
+        n_experts = sum(count for layer, count in groups if layer.has_experts)
         matrices = n_experts * model.ffn_matrices
         one = matrices * (x.latent_size or model.hidden_size) * x.intermediate
         chosen = one * x.n_active
         pool = one * x.n_experts
     _, active = shapes.count_params(model)
-    mixers = [layer.mixer for layer in model.layers]
-    groups = tuple(Counter(model.layers).items())
     embedding_params = model.vocab_size * model.hidden_size
     if model.tied_embeddings:
         embedding_params = 0
@@ -192,13 +191,13 @@ def facts(model: Model) -> ModelCounts:
         groups=groups,
         n_layers=len(model.layers),
         n_expert_layers=n_experts,
-        n_recurrent_layers=sum(mixer.is_recurrent for mixer in mixers),
-        n_index_layers=sum(mixer.index_width > 0 for mixer in mixers),
+        n_recurrent_layers=sum(count for mixer, count in mixers if mixer.is_recurrent),
+        n_index_layers=sum(count for mixer, count in mixers if mixer.index_width > 0),
         dense_params=active - chosen,
         chosen_params=chosen,
         pool_params=pool,
         embedding_params=embedding_params,
         recurrent_state_bytes=shapes.recurrent_state_bytes(model),
-        heads_share_row=any(mixer.heads_share_row for mixer in mixers),
-        is_stateful=any(mixer.is_bounded or mixer.is_recurrent for mixer in mixers),
+        heads_share_row=any(mixer.heads_share_row for mixer, _ in mixers),
+        is_stateful=any(mixer.is_bounded or mixer.is_recurrent for mixer, _ in mixers),
     )

@@ -18,7 +18,7 @@ indexer of sparse attention reads the keys of the whole context several times in
 some kilobytes a token.
 
 A constant fraction of bandwidth is off by 16-90 % for small models and mixtures. The per-layer
-times (kernel launches, routing) account for that. Coefficients: efficiency.toml. Units: seconds,
+times (kernel launches, routing) account for that. Coefficients: efficiency.json. Units: seconds,
 bytes and tokens.
 """
 
@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from localllm.device.types import Device, TypeRates
 from localllm.planner import efficiency, kernels
@@ -90,7 +91,7 @@ def routed_sequences(n_sequences: int) -> float:
 class Hardware:
     """A machine as the cost model sees it.
 
-    - `keys`: the keys of efficiency.toml that apply to it (`efficiency.hardware_keys`).
+    - `keys`: the keys of efficiency.json that apply to it (`efficiency.hardware_keys`).
     - `bandwidth_gbps`: GB/s of its memory.
     - `tflops`: nominal FP16 TFLOP/s.
     - `n_cpu_cores`: cores of the CPU that computes. 0 if a GPU does or if unknown; attention then
@@ -102,6 +103,8 @@ class Hardware:
     - `stored`: a CPU multiplies weights as stored, instead of in the engine's own layout.
     - `lane_tflops`: TFLOP/s of an NVIDIA card's plain FP32 lanes.
     """
+
+    __hash__ = object.__hash__  # Hashed by identity, because results for a machine are cached.
 
     keys: tuple[str, ...]
     bandwidth_gbps: float
@@ -172,6 +175,12 @@ def hardware_of(device: Device, backend: str) -> Hardware:
     )
 
 
+@lru_cache(1024)
+def as_stored(hardware: Hardware) -> Hardware:
+    """Return a CPU that multiplies weights as they are stored."""
+    return replace(hardware, stored=True)
+
+
 def format_key(variant: Variant) -> str:
     """Return the key of the format's kernels, used together with the hardware keys.
 
@@ -184,8 +193,7 @@ def format_key(variant: Variant) -> str:
 Powers = tuple[tuple[str, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CostTerm:
+class CostTerm(NamedTuple):
     """One cause in the cost model. `value` is seconds or a count, before each coefficient is
     applied to its power."""
 
@@ -301,6 +309,7 @@ def _attention_part(
     return CostTerm(n_bytes / (hardware.bandwidth_gbps * 1e9), (("kv", -1),))
 
 
+@lru_cache(4096)
 def decode_terms(
     model: Model,
     variant: Variant,
@@ -310,7 +319,10 @@ def decode_terms(
     kv_type: str = "f16",
     n_sequences: int = 1,
 ) -> DecodeCost:
-    """Return the parts of one decode step of `n_sequences`, each at `depth` tokens of context."""
+    """Return the parts of one decode step of `n_sequences`, each at `depth` tokens of context.
+
+    The result is cached and shared, so callers must not change it.
+    """
     c = efficiency.coefficients("decode", hardware.keys_for(variant))
     # No kernel reads faster than the memory delivers, so the sum of the fitted effects is limited
     # to the peak.

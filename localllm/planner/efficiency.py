@@ -1,4 +1,4 @@
-"""How close each kind of machine comes to its limits: the coefficients (efficiency.toml), their
+"""How close each kind of machine comes to its limits: the coefficients (efficiency.json), their
 keys, nominal rates and power limits.
 
 Each coefficient is exp(base + Σ effects). Each key of a machine and model (engine, chip generation,
@@ -9,6 +9,7 @@ measurements.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tomllib
@@ -23,7 +24,7 @@ from localllm.planner.types import Range
 from localllm_backends import registry
 from localllm_catalog.types import Variant
 
-FILE = Path(__file__).with_name("efficiency.toml")
+FILE = Path(__file__).with_name("efficiency.json")
 _PARTS_FILE = Path(__file__).with_name("parts.toml")
 
 
@@ -54,8 +55,7 @@ class Table:
 @cache
 def load() -> dict[str, Table]:
     """Return the shipped tables by name. Package data: read once per process."""
-    with FILE.open("rb") as f:
-        raw = tomllib.load(f)
+    raw = json.loads(FILE.read_text(encoding="utf-8"))
     return {name: Table(**raw[name]) for name in ("decode", "prefill", "batched")}
 
 
@@ -146,7 +146,7 @@ def engine_of(device: Device, backend: str) -> str:
 
 @lru_cache(maxsize=1024)
 def hardware_keys(name: str, engine: str) -> tuple[str, ...]:
-    """Return the keys of efficiency.toml that apply to a part, general first: engine, vendor,
+    """Return the keys of efficiency.json that apply to a part, general first: engine, vendor,
     generation, tier, part."""
     if engine == "cpu":
         return ("cpu",)
@@ -198,12 +198,17 @@ def quant_class(variant: Variant) -> str:
     mxfp4; for MLX mlx2 … mlx8, mlx16."""
     quant = variant.quant.upper()
     if not variant.is_folder:
-        return next(name for pattern, name in _CLASSES if re.search(pattern, quant))
+        return _gguf_class(quant)
     if quant[:1].isdigit():
         return f"{variant.format}{quant[0]}"
     if quant in ("BF16", "FP16"):
         return f"{variant.format}16"
     return f"{variant.format}4"
+
+
+@cache
+def _gguf_class(quant: str) -> str:
+    return next(name for pattern, name in _CLASSES if re.search(pattern, quant))
 
 
 # GHz of an unknown GPU, and the reference for costs that depend on the clock.

@@ -117,6 +117,11 @@ def kv_type_allowed(model: Model, kv_type: str, backend: Declaration = registry.
         return False
     if "/" in kv_type:
         return all(kv_type_allowed(model, part, backend) for part in kv_type.split("/"))
+    return _in_quant_blocks(model)
+
+
+@lru_cache(4096)
+def _in_quant_blocks(model: Model) -> bool:
     rows = chain.from_iterable(layer.mixer.row for layer, _ in facts(model).groups)
     return all(width % _QUANT_BLOCK == 0 for width in rows)
 

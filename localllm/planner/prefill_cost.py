@@ -11,7 +11,7 @@ kernels for their type (kernels.py). Attention also computes the masked part of 
 its kernels do not skip (kernels.py too). Between the matrices all activations pass through memory,
 which takes the smallest models as long as their matrices. Under MLX this includes the scores of
 heads whose width has no fused kernel (attention_scores.py). llama.cpp writes the mask itself on the
-host. Coefficients: efficiency.toml. Units: seconds, bytes and tokens.
+host. Coefficients: efficiency.json. Units: seconds, bytes and tokens.
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ def _moved_bytes(model: Model, hardware: Hardware, context: float) -> float:
     return moved
 
 
+@lru_cache(4096)
 def prefill_terms(
     model: Model,
     variant: Variant,
@@ -172,7 +173,10 @@ def prefill_terms(
     n_batch: int = DEFAULT_BATCH,
 ) -> PrefillTerms:
     """Return the parts of reading `prompt_tokens` after `depth` cached ones in steps of `n_batch`,
-    per token."""
+    per token.
+
+    The result is cached and shared, so callers must not change it.
+    """
     c = efficiency.coefficients("prefill", hardware.keys_for(variant))
     parts = prefill_parts(
         model, variant, hardware, prompt_tokens=prompt_tokens, depth=depth, n_batch=n_batch

@@ -185,6 +185,7 @@ _POINTS_PER_LN_PPL = 20.0
 _TRAINED_ON = {"Q1_0": 3.2, "Q2_0": 1.5}
 
 
+@lru_cache(4096)
 def format_cost(model: Model, variant: Variant) -> float:
     """Return the points that this variant's format loses against 16 bits (≥ 0). Small models lose
     more from the same format."""

@@ -4,7 +4,7 @@ the same stratum.
 A stratum combines the evidence about the machine, its family and engine, dense or MoE, and the
 depth. An example is "seen: apple-max.metal MoE deep". If a stratum has too few held-out
 measurements, the stratum of the engine is used ("metal MoE"). benchmarks/planner_fit/ranges.py
-writes the widths (efficiency.toml, `[*.width]`). It also writes a table with the coverage of each
+writes the widths (efficiency.json, `width`). It also writes a table with the coverage of each
 (benchmarks/planner_fit.md).
 
 Less evidence or a deeper context never makes a range narrower. `width_of` takes the widest range

@@ -111,11 +111,13 @@ def recommend(
     overrides: Overrides = NO_OVERRIDES,
     limit: int = MAX_PICKS,
     on_plan: Callable[[Plan], object] | None = None,
+    detailed: bool = True,
 ) -> Recommendation:
     """Return at most `limit` Plans (0 = all that fit) for `workload` on `device`, best first, and
     the reason against each other model.
 
-    `on_plan` gets each model's own best plan as soon as it is found, unranked. At most two picks
+    `on_plan` gets each model's own best plan as soon as it is found, unranked. If `detailed`, the
+    picks have their longest context and all reasons (`detailed_plan`). At most two picks
     are from one family, with different sizes, so that one maker cannot fill all eight. No pick is
     matched by another one in all figures (localllm/planner/selection.py).
     """
@@ -140,11 +142,10 @@ def recommend(
     for plan, reason in left:
         rejected.append(_not_shown(device, plan, reason, workload, overrides))
     rejected.sort(key=lambda r: (-quality.rate(r.model, workload.purpose).points, r.model.id))
-    detailed = [
-        detailed_plan(device, plan, everything, workload, overrides)
-        for plan in explanations.explained(shown, need)
-    ]
-    return Recommendation(tuple(detailed), tuple(rejected), workload)
+    picks = explanations.explained(shown, need)
+    if detailed:
+        picks = [detailed_plan(device, plan, everything, workload, overrides) for plan in picks]
+    return Recommendation(tuple(picks), tuple(rejected), workload)
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:

@@ -7,6 +7,7 @@ matches in every figure is not shown.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -87,9 +88,12 @@ def at_least_older_scores(plans: Sequence[Plan]) -> list[Plan]:
     A small difference of an index between models of the same publisher and shape is noise, and
     users prefer the newer model.
     """
+    alike: dict[object, list[Plan]] = defaultdict(list)
+    for plan in plans:
+        alike[_shape(plan.model)].append(plan)
     found = []
     for plan in plans:
-        replaced = [p.score for p in plans if _replaces(plan, p)]
+        replaced = [p.score for p in alike[_shape(plan.model)] if _replaces(plan, p)]
         found.append(_with_score(plan, max([plan.score, *replaced])))
     return found
 
@@ -105,9 +109,13 @@ def at_least_smaller_siblings(plans: Sequence[Plan], good_tok_s: float) -> list[
     The plan must keep the good speed of the purpose and fit with room. Then a larger model of the
     same training is what users run.
     """
+    families: dict[str, list[Plan]] = defaultdict(list)
+    for plan in plans:
+        families[plan.model.family].append(plan)
     found = []
     for plan in plans:
-        smaller = [p.score for p in plans if _outgrows(plan, p, good_tok_s)]
+        family = families[plan.model.family]
+        smaller = [p.score for p in family if _outgrows(plan, p, good_tok_s)]
         near = [score for score in smaller if score <= plan.score + _SIBLING_POINTS]
         found.append(_with_score(plan, max([plan.score, *near])))
     return found
@@ -118,11 +126,10 @@ def _with_score(plan: Plan, score: float) -> Plan:
 
 
 def _outgrows(large: Plan, small: Plan, good_tok_s: float) -> bool:
-    """Return whether `large` is a larger and better model of the family of `small`, and fast
+    """Return whether `large` is a larger and better model than `small` of its family, and fast
     enough."""
     return (
-        large.model.family == small.model.family
-        and large.model.params_active > small.model.params_active
+        large.model.params_active > small.model.params_active
         and large.quality > small.quality
         and large.fits == "yes"
         and large.stream_tok_s >= good_tok_s

@@ -168,10 +168,7 @@ def decode_step(
     )
     cards = layer_bytes.weights_of_cards(model, variant, settings.placement, device)
     on_cards = [(part, terms(hardware=hardware(card, variant, settings))) for card, part in cards]
-    seconds = {
-        cause: sum(part * cost.seconds[cause] for part, cost in on_cards)
-        for cause in on_cards[0][1].seconds
-    }
+    seconds = _of_cards(on_cards)
     waits_s = n_sequences * layer_bytes.token_s(model, variant, settings)
     waits_s += (device.n_gpus - 1) * CROSSING_S
     basis, spread = _basis("decode", machine, model, depth=depth)
@@ -210,6 +207,17 @@ def decode_step(
     return _no_slower_than_in_turn(step, alone, n_sequences)
 
 
+def _of_cards(costs: Sequence[tuple[float, decode_cost.DecodeCost]]) -> dict[str, float]:
+    """Return the seconds of a step by cause, given each card's part of the weights and its cost of
+    all of them."""
+    _, first = costs[0]
+    seconds = dict(first.seconds)
+    if len(costs) > 1:
+        for cause in seconds:
+            seconds[cause] = sum(part * cost.seconds[cause] for part, cost in costs)
+    return seconds
+
+
 def _no_slower_than_in_turn(step: DecodeStep, alone: DecodeStep, n_sequences: int) -> DecodeStep:
     """Return the `step` of several sequences, at most as long as their steps one after another.
     `alone` is a step of one sequence."""
@@ -229,7 +237,7 @@ def _no_slower_than_in_turn(step: DecodeStep, alone: DecodeStep, n_sequences: in
 def hardware(device: Device, variant: Variant, settings: RunSettings) -> decode_cost.Hardware:
     """Return `device` as the cost models see it when it runs `variant` with these settings."""
     if settings.placement.layout == "stored":
-        return replace(decode_cost.hardware_of(device, ""), stored=True)
+        return decode_cost.as_stored(decode_cost.hardware_of(device, ""))
     return decode_cost.hardware_of(device, backend_of(variant).name)
 
 

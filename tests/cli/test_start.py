@@ -25,6 +25,9 @@ NOT_NEEDED = (
     "concurrent.futures",
     "pydantic",
     "localllm.cli.commands.bench",
+    "localllm_backends.values",
+    "localllm.load.measurements",
+    "localllm.device.ggml",
 )
 SCRIPT = """
 import contextlib, gc, io, json, sys

@@ -1,4 +1,4 @@
-"""The fit behind efficiency.toml: one odd machine must not drag the prediction for its kin."""
+"""The fit behind efficiency.json: one odd machine must not drag the prediction for its kin."""
 
 from __future__ import annotations
 

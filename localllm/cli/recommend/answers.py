@@ -48,7 +48,8 @@ class PlanQuery:
 
     def for_machine(self) -> None:
         """Print the recommended plans."""
-        answer = self._recommended(self.machine, self.overrides)
+        detailed = self.as_json or self.everything or self.explains
+        answer = self._recommended(self.machine, self.overrides, detailed=detailed)
         machine = self.machine
         if self.as_json:
             page.out([view.json_text(answer, machine)])
@@ -160,10 +161,19 @@ class PlanQuery:
         paths.write_text(target, roofline.svg(picture))
         print(f"wrote {target}", file=sys.stderr)
 
-    def _recommended(self, machine: Device, overrides: Overrides) -> Recommendation:
+    def _recommended(
+        self, machine: Device, overrides: Overrides, *, detailed: bool = True
+    ) -> Recommendation:
         models = with_losses(candidates.media_readers(self.catalog.models, overrides))
         limit = 0 if self.everything else _PICKS
-        return planner.recommend(machine, models, self.workload, overrides=overrides, limit=limit)
+        return planner.recommend(
+            machine,
+            models,
+            self.workload,
+            overrides=overrides,
+            limit=limit,
+            detailed=detailed,
+        )
 
     def _arithmetic(self, plans: Sequence[Plan]) -> list[str]:
         if not self.explains or not plans:
