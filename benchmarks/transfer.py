@@ -129,13 +129,14 @@ class Gaps:
         first_s = streamed.times_s[0]
         last_s = streamed.times_s[-1]
         joined_s = statistics.median(stream.gaps_s(first_s, last_s))
-        # Both requests get a token of the first joined step, in either order.
+        # Both requests get a token of the first and the last joined step, in either order.
         imported_s = first_s - joined_s / 2
+        ended_s = last_s + joined_s / 2
         return cls(
             max(stream.gaps_s(streamed.began_s, imported_s)) / stream.token_s,
-            max(stream.gaps_s(imported_s, last_s)) / joined_s,
+            max(stream.gaps_s(imported_s, ended_s)) / joined_s,
             joined_s / stream.token_s,
-            max(stream.gaps_s(last_s, stream.times_s[-1])) / stream.token_s,
+            max(stream.gaps_s(ended_s, stream.times_s[-1])) / stream.token_s,
         )
 
 
@@ -190,7 +191,7 @@ class Link:
             f"= {_range(ratios)} × the longer one (bar 1.15); with a stream "
             f"{median(lambda t: t.streamed_s):.2f} s. Longest gap {_range(importing)} token "
             f"times (bar 2), then {_range(joined)} of both, each "
-            f"{median(lambda t: t.gaps.joined_token):.2f} as long; afterwards "
+            f"{median(lambda t: t.gaps.joined_token):.2f} times as long; afterwards "
             f"{median(lambda t: t.gaps.after):.2f}. Processor there "
             f"{median(lambda t: t.there_cpu_s):.2f} s = {_range([*map(_cpu_ratio, self.transfers)])} × "
             f"its own reading, here {median(lambda t: t.here_cpu_s):.2f} s. Other programs took "
