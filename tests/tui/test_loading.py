@@ -3,6 +3,8 @@ it."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,44 @@ def test_a_question_waits_for_the_model_and_is_answered(drive: Any, server: Scri
         await d.until(lambda: d.app.chat.listed.n_ctx == 1000)
 
     drive(play, engine=engine)
+
+
+_WAITS_UNTIL_HTTPX_IS_READ = """
+import asyncio, sys
+from localllm.errors import LocalLLMError
+from localllm_tui.control.client import ChatClient
+from localllm_tui.control.interfaces import EngineProgress
+
+class Engine:
+    model, unix_socket, looks = "m", "", 0
+    def progress(self):
+        self.looks += 1
+        if "httpx" in sys.modules or self.looks > 200:
+            return EngineProgress("failed", 0.0, LocalLLMError("the end"), down=True)
+        return EngineProgress("loading")
+
+async def main():
+    engine = Engine()
+    assert "httpx" not in sys.modules
+    try:
+        async for _ in ChatClient("http://127.0.0.1:9/v1", engine=engine).stream("m", []):
+            pass
+    except LocalLLMError:
+        print(engine.looks)
+
+asyncio.run(main())
+"""
+
+
+def test_the_code_of_a_request_is_read_while_the_model_loads() -> None:
+    """It would take a third of the wait for the first token."""
+    looks = subprocess.run(
+        [sys.executable, "-c", _WAITS_UNTIL_HTTPX_IS_READ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(looks.stdout) <= 3
 
 
 def test_what_loading_ended_in_is_said_with_a_way_on_and_the_chat_stays(

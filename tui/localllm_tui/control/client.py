@@ -80,6 +80,9 @@ class ChatClient:
 
     @property
     def http(self) -> httpx.AsyncClient:
+        return self._open()
+
+    def _open(self) -> httpx.AsyncClient:
         if self._http is None:
             import httpx
 
@@ -149,6 +152,10 @@ class ChatClient:
             if words != last_status:
                 last_status = words
                 yield WaitNote(last_status)
+            if self._http is None:
+                # Reading httpx's code takes 0.2 s on a busy machine. After the load, the first token
+                # would wait for it.
+                await asyncio.to_thread(self._open)
             await asyncio.sleep(_LOOK_S)
             progress = self.engine.progress()
         if progress.error is not None and (
