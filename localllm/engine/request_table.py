@@ -13,12 +13,14 @@ from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefi
 from localllm.engine.metrics import Metrics
 from localllm.engine.prefill_slices import SlicedPrefill
 from localllm.engine.request import RunningRequest
+from localllm.engine.sampling.grammar import COMPILE_S
 from localllm.engine.scheduler import Shares, StepDemand
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.tokens import Tokens, media_boundary
 from localllm_backends.contract import CannotRewindError
 
 _PREFILL_EVENT_S = 0.25
+_COMPILE_AGAIN = "the processor is busy with other work: send the request again"
 
 
 @dataclass
@@ -116,6 +118,10 @@ class RequestTable:
                 constraint.use(compilation.grammar, compilation.matcher)
             elif constraint.in_call:
                 constraint.give_up()
+            elif compilation.was_late:
+                said = f"the grammar of the answer was not compiled within {COMPILE_S:g} s"
+                self.fail(job, Failure(job.id, "server_busy", said, _COMPILE_AGAIN))
+                continue
             else:
                 said = f"the constraint can't be enforced: {compilation.refused}"
                 self.fail(job, Failure(job.id, "unsupported_parameter", said))

@@ -270,14 +270,14 @@ def _time_limit() -> float:
 class Compilation:
     """A grammar that is being compiled.
 
-    When it is `done`, it has a `matcher`, or `refused` is the reason. It ends soon after its
-    request has `left`.
+    When it is `done`, it has a `matcher`, or `refused` is the reason, or it `was_late`. It ends soon
+    after its request has `left`.
     """
 
     grammar: tuple[str, str]
     beginning: str = ""
     matcher: GrammarMatcher | None = None
-    refused: str = f"compiling it takes more than {COMPILE_S:g} s"
+    refused: str = ""
     ended: bool = False
     left: bool = False
     until_s: float = field(default_factory=_time_limit)
@@ -291,6 +291,12 @@ class Compilation:
     def done(self) -> bool:
         """Whether the wait is over: it is compiled, refused, or takes too long."""
         return self.ended or not self.wanted
+
+    @property
+    def was_late(self) -> bool:
+        """Whether it was given up. The trials limit computing to much less than `COMPILE_S`, so it
+        waited for other work."""
+        return self.done and not self.ended
 
 
 class BackgroundCompiler:
