@@ -245,7 +245,7 @@ def test_idle_lines_on_a_device_leave_once_they_cost_and_no_step_waits_long_for_
     pause: bool,
 ) -> None:
     """32,000 idle tokens of an 8B model make a step of 7 ms 4 ms longer: a newcomer has that for no
-    more than a second."""
+    more than a second. An emulated step includes this thread's processor time, which varies."""
 
     def made() -> tuple[EmulatedDevice, Engine]:
         speeds = Speeds.flat(7e-3, kv_token_bytes=131_072, bytes_s=1e12)
@@ -264,7 +264,7 @@ def test_idle_lines_on_a_device_leave_once_they_cost_and_no_step_waits_long_for_
             pass
     beside = steps_of(engine, backend, asked(0, Generation(GREEDY, max_tokens=400)))
     n = next(i for i in range(len(beside)) if sum(beside[:i]) > 1.0)
-    assert sum(beside[n:]) / len(beside[n:]) <= 1.03 * sum(alone[n:]) / len(alone[n:])
+    assert sum(beside[n:]) / len(beside[n:]) <= sum(alone[n:]) / len(alone[n:]) + 0.001
     assert max(beside) <= 2 * max(alone[5:]) + 0.005, "an export stood in the way"
     again = run(engine, replace(long, id="again"))
     assert again.finish("again").usage.cached_tokens >= len(long.prompt) - 1, "what left comes back"
