@@ -98,17 +98,23 @@ def embeddings(model: Path) -> np.ndarray:
     return np.array(mx.load(str(model / "model.safetensors"))["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_any_history_they_guess_as_from_scratch(
-    kind: str, model: Path, tmp_path: Path
-) -> None:
+def with_reference(
+    kind: str, model: Path, folder: Path, **more: object
+) -> tuple[Backend, Reference]:
+    """The model with a drafter of this kind, written to `folder`, and what it should guess."""
     how, layers, block = KINDS[kind]
     if how["design"] == "eagle3":
         # mlx-vlm assumes that a head's embeddings are copies of the model's.
         how = {**how, "changed": {"embed_tokens.weight": embeddings(model)}}
-    drafter = tiny_mlx_drafters.write(tmp_path / "d", **how)
-    backend = load(model, drafter)
-    reference = Reference(model, drafter, layers, block)
+    drafter = tiny_mlx_drafters.write(folder, **how)
+    return load(model, drafter, **more), Reference(model, drafter, layers, block)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_any_history_they_guess_as_from_scratch(
+    kind: str, model: Path, tmp_path: Path
+) -> None:
+    backend, reference = with_reference(kind, model, tmp_path / "d")
     guesses_are_those_from_scratch(backend, random.Random(5), reference.draft)
     backend.close()
 
@@ -117,12 +123,7 @@ def test_after_any_history_they_guess_as_from_scratch(
 def test_those_that_rest_guess_from_the_newest_tokens(
     kind: str, model: Path, tmp_path: Path
 ) -> None:
-    how, layers, block = KINDS[kind]
-    if how["design"] == "eagle3":
-        how = {**how, "changed": {"embed_tokens.weight": embeddings(model)}}
-    drafter = tiny_mlx_drafters.write(tmp_path / "d", **how)
-    backend = load(model, drafter, n_ctx=1024)
-    reference = Reference(model, drafter, layers, block)
+    backend, reference = with_reference(kind, model, tmp_path / "d", n_ctx=1024)
     resting_heads_guess_from_the_newest_tokens(backend, random.Random(5), reference.draft)
     backend.close()
 
