@@ -87,9 +87,10 @@ def routed_sequences(n_sequences: int) -> float:
     return float(n_sequences**_ROUTED_POWER)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Hardware:
-    """A machine as the cost model sees it.
+    """A machine as the cost model sees it. Compared by identity, because results for a machine are
+    cached.
 
     - `keys`: the keys of efficiency.json that apply to it (`efficiency.hardware_keys`).
     - `bandwidth_gbps`: GB/s of its memory.
@@ -103,8 +104,6 @@ class Hardware:
     - `stored`: a CPU multiplies weights as stored, instead of in the engine's own layout.
     - `lane_tflops`: TFLOP/s of an NVIDIA card's plain FP32 lanes.
     """
-
-    __hash__ = object.__hash__  # Hashed by identity, because results for a machine are cached.
 
     keys: tuple[str, ...]
     bandwidth_gbps: float

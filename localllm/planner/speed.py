@@ -241,6 +241,7 @@ def hardware(device: Device, variant: Variant, settings: RunSettings) -> decode_
     return decode_cost.hardware_of(device, backend_of(variant).name)
 
 
+@lru_cache(1024)
 def _host(device: Device) -> decode_cost.Hardware:
     """Return the CPU next to a discrete card, which computes the layers in system memory."""
     known = device.host_bandwidth_gbps
