@@ -3,10 +3,12 @@ said."""
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,7 @@ def test_parallel_and_per_minute(server: Running, engine: ScriptedEngine) -> Non
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         gate.open()
-        assert any("last" in line for line in lines)
+        assert "last" in "".join(lines)
     engine.script = ("fine",)
     with as_(server, ANNA) as http:
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
@@ -100,6 +102,54 @@ def test_parallel_and_per_minute(server: Running, engine: ScriptedEngine) -> Non
         statuses = [http.post("/v1/chat/completions", json=CHAT) for _ in range(3)]
         assert [a.status_code for a in statuses] == [200, 200, 429]
         assert 1 <= int(statuses[-1].headers["retry-after"]) <= 30
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}], ids=["whole", "streamed"])
+@pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "one"}], ids=["plain", "kept"])
+def test_the_end_of_an_answer_makes_room_for_the_next_request(
+    server: Running, more: dict[str, Any], headers: dict[str, str]
+) -> None:
+    """The client asks again inside the call that gives it the last bytes: no later moment of the
+    server's may be needed."""
+    statuses: list[int] = []
+
+    async def ask() -> None:
+        body = json.dumps({**CHAT, **more}).encode()
+        sent = {
+            "host": "localhost",
+            "authorization": f"Bearer {ANNA}",
+            "content-type": "application/json",
+            **headers,
+        }
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "query_string": b"",
+            "headers": [(k.lower().encode(), v.encode()) for k, v in sent.items()],
+            "client": ("127.0.0.1", 1),
+        }
+        requests = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if requests:
+                return requests.pop()
+            return await asyncio.get_running_loop().create_future()
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+                return
+            text = message["body"]
+            at_end = b"[DONE]" in text or not (more or message.get("more_body"))
+            if at_end and len(statuses) < 3:
+                headers.pop("Idempotency-Key", None)
+                await ask()
+
+        await server.app(scope, receive, send)
+
+    asyncio.run(ask())
+    assert statuses == [200, 200, 200]
 
 
 def test_every_route_counts_as_a_request() -> None:

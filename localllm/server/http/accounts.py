@@ -10,7 +10,7 @@ import io
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Generic, TypeVar
@@ -130,13 +130,14 @@ class Account:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Context of one request of this key. Raises RateLimitError on entry."""
+        """Context of one request of this key. Raises RateLimitError on entry. The request counts as
+        running until the context ends or `request_answered` is called in it."""
         self._admit()
         self.active += 1
-        try:
+        with ExitStack() as running:
+            running.callback(self._end_request)
+            _RUNNING.set(running)
             yield
-        finally:
-            self.active -= 1
 
     @contextmanager
     def small_request(self) -> Iterator[None]:
@@ -145,6 +146,9 @@ class Account:
         self._check("requests")
         self._take("requests", 1)
         yield
+
+    def _end_request(self) -> None:
+        self.active -= 1
 
     def _admit(self) -> None:
         if self.parallel is not None and self.active >= self.parallel:
@@ -184,12 +188,24 @@ class Account:
 NOBODY = Account(NamedKey(""))
 # The account of the request that the current task answers. The gate sets it.
 CALLER: ContextVar[Account] = ContextVar("localllm-caller", default=NOBODY)
+# Its end stops counting the current task's request as running.
+_RUNNING: ContextVar[ExitStack | None] = ContextVar("localllm-running", default=None)
 
 
 def caller() -> Account:
     """Return the account of the current request. The owner's account, and the account of requests
     that need no key, have no name."""
     return CALLER.get()
+
+
+def request_answered() -> None:
+    """Stop counting the current request as running.
+
+    It is called before the last bytes of an answer are sent. A client that has read them may send
+    its next request at once, and a key for one request at a time must allow that."""
+    running = _RUNNING.get()
+    if running is not None:
+        running.close()
 
 
 def admins_only(what: str) -> None:

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.errors import BusyError, LocalLLMError, NotFoundError
-from localllm.server.http.accounts import Account, caller
+from localllm.server.http.accounts import Account, caller, request_answered
 from localllm.server.http.asgi import CONNECTION, Receive, Scope, Send
 from localllm.server.http.errors import for_client, refusal, stopping
 from localllm.server.http.settings import ServerSettings
@@ -193,6 +193,7 @@ async def run_into(produce: Produce, outbox: Outbox) -> None:
     except Exception as e:
         error = for_client(e)
     finally:
+        request_answered()
         outbox.close(error)
 
 
@@ -229,6 +230,7 @@ async def cancel_on_disconnect(
     watcher = asyncio.create_task(_cancel_task_on_disconnect(receive, task))
     try:
         await asyncio.wait({task})
+        request_answered()
         if task.cancelled():
             return None
         return task.result()

@@ -20,7 +20,7 @@ from yarl import URL
 
 from localllm.errors import LocalLLMError
 from localllm.foreign_json import MOST_BYTES, MalformedError, check_plain, parse
-from localllm.server.http.accounts import delegation
+from localllm.server.http.accounts import delegation, request_answered
 from localllm.server.http.asgi import CONNECTION, RAN_ON, Receive, Scope, Send
 from localllm.server.http.kv_servers import HEADER as KV_SERVERS
 from localllm.server.http.sockets import trusted_certificates
@@ -144,6 +144,7 @@ class UpstreamClient:
                 if connection is not None:
                     send = connection.send
                 body = await _relay_pieces(answer, outgoing, send)
+            request_answered()
             await send({"type": "http.response.body", "body": body})
             return True
 
