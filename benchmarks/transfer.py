@@ -9,6 +9,10 @@ and for each link, the prefill server reads a new prompt for itself. Then the de
 prompts read there: alone, and while a stream decodes. Bars: the first token within 1.15 times
 max(computing there, bytes ÷ link), and no gap of the stream longer than 2 of its token times.
 
+Two machines would share nothing, but two cores share caches and memory. So the stream's token time
+is that while the prefill server reads a prompt for itself, and the longest gap of that time is
+reported next to the one of the transfer.
+
 Other programs make both bars meaningless. A measurement counts only if they took at most the share
 `--others` of the processors meanwhile. It is repeated otherwise, until `--minutes` are over. Processor
 time suffers less: the prefill server's for a transfer, divided by that for its own reading, and the
@@ -47,7 +51,7 @@ _KEYS = '[keys.decode]\nenv = "DECODE_KEY"\nkv = true\n'
 _GBIT_BYTES = 125_000_000
 # seconds. An answer sends a comment at least every 10 s.
 _SILENCE_S = 60.0
-# Tokens of the stream before the transfer begins, and at most.
+# Tokens of the stream before the other server reads a prompt, and at most.
 _WARM_TOKENS = 60
 _STREAM_TOKENS = 8000
 # Tokens of the answer that decodes with the stream.
@@ -73,11 +77,6 @@ class Answer:
     @property
     def first_s(self) -> float:
         return self.times_s[0] - self.began_s
-
-    @property
-    def token_s(self) -> float:
-        """The usual time between two tokens, before the transfer."""
-        return statistics.median(b - a for a, b in pairwise(self.times_s[:_WARM_TOKENS]))
 
     def gaps_s(self, after_s: float, until_s: float) -> list[float]:
         """The times between two tokens that end after `after_s` and by `until_s`."""
@@ -114,18 +113,23 @@ def prompts(n_tokens: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Gaps:
-    """The longest gaps of a stream: while KV is imported (`importing`), and after both answers
-    (`after`), in its own token times; and while both requests decode (`joined`), in token times of
-    these steps. One of these is `joined_token` of its own token times."""
+    """The longest gaps of a stream: while the prefill server reads a prompt for itself (`control`),
+    while KV is imported (`importing`), and after both answers (`after`), in its own token times; and
+    while both requests decode (`joined`), in token times of these steps. One of these is
+    `joined_token` of its own token times."""
 
+    control: float
     importing: float
     joined: float
     joined_token: float
     after: float
 
     @classmethod
-    def of(cls, stream: Answer, streamed: Answer) -> Gaps:
-        """Those of `stream` during the transfer for `streamed`, and after it."""
+    def of(cls, stream: Answer, control: Answer, streamed: Answer) -> Gaps:
+        """Those of `stream` while the prefill server read `control` for itself, during the transfer
+        for `streamed`, and after it."""
+        undisturbed_s = stream.gaps_s(control.began_s, control.times_s[0])
+        token_s = statistics.median(undisturbed_s)
         first_s = streamed.times_s[0]
         last_s = streamed.times_s[-1]
         joined_s = statistics.median(stream.gaps_s(first_s, last_s))
@@ -133,10 +137,11 @@ class Gaps:
         imported_s = first_s - joined_s / 2
         ended_s = last_s + joined_s / 2
         return cls(
-            max(stream.gaps_s(streamed.began_s, imported_s)) / stream.token_s,
+            max(undisturbed_s) / token_s,
+            max(stream.gaps_s(streamed.began_s, imported_s)) / token_s,
             max(stream.gaps_s(imported_s, ended_s)) / joined_s,
-            joined_s / stream.token_s,
-            max(stream.gaps_s(ended_s, stream.times_s[-1])) / stream.token_s,
+            joined_s / token_s,
+            max(stream.gaps_s(ended_s, stream.times_s[-1])) / token_s,
         )
 
 
@@ -190,7 +195,7 @@ class Link:
             f"{median(lambda t: t.compute_s):.2f} s; first token {median(lambda t: t.first_s):.2f} s "
             f"= {_range(ratios)} × the longer one (bar 1.15); with a stream "
             f"{median(lambda t: t.streamed_s):.2f} s. Longest gap {_range(importing)} token "
-            f"times (bar 2), then {_range(joined)} of both, each "
+            f"times (bar 2; {median(lambda t: t.gaps.control):.2f} without a transfer), then {_range(joined)} of both, each "
             f"{median(lambda t: t.gaps.joined_token):.2f} times as long; afterwards "
             f"{median(lambda t: t.gaps.after):.2f}. Processor there "
             f"{median(lambda t: t.there_cpu_s):.2f} s = {_range([*map(_cpu_ratio, self.transfers)])} × "
@@ -231,7 +236,7 @@ class Pair:
         n_bytes = self.relay.passed_bytes - passed
         there_cpu_s, here_cpu_s = self.there.cpu_s() - cpu_s, self.here.cpu_s() - here_cpu_s
         _say(f"{link.gbit_s:g} Gbit/s: transferred in {answer.first_s:.2f} s")
-        stream, streamed = self._with_stream(until_s)
+        stream, control, streamed = self._with_stream(until_s)
         taken_s = self._taken_by_others_s() - taken_s
         clock_s = time.perf_counter() - clock_s
         return Transfer(
@@ -242,14 +247,15 @@ class Pair:
             here_cpu_s,
             n_bytes,
             streamed.first_s,
-            Gaps.of(stream, streamed),
+            Gaps.of(stream, control, streamed),
             taken_s / clock_s / len(os.sched_getaffinity(0)),
         )
 
-    def _with_stream(self, until_s: float) -> tuple[Answer, Answer]:
-        """Have a prompt read there while a stream decodes here. Returns the stream, which decodes as
-        long again after that, and the answer to the prompt."""
+    def _with_stream(self, until_s: float) -> tuple[Answer, Answer, Answer]:
+        """While a stream decodes here, have a prompt read there for itself, then one for here.
+        Returns the stream, which decodes as long again after that, and the two answers."""
         stream = Answer(until_s)
+        control = Answer(until_s)
         streaming = threading.Thread(
             target=ask,
             args=[self.here.port, next(self.prompts)[:40], _STREAM_TOKENS, stream],
@@ -259,6 +265,7 @@ class Pair:
         try:
             while len(stream.times_s) < _WARM_TOKENS and streaming.is_alive():
                 time.sleep(0.01)
+            ask(self.there.port, next(self.prompts), 1, control)
             streamed = self._read_there(until_s, _JOINED_TOKENS)
             ended_s = streamed.times_s[-1]
             while time.perf_counter() < ended_s + streamed.first_s and streaming.is_alive():
@@ -268,7 +275,7 @@ class Pair:
         finally:
             stream.enough.set()
             streaming.join(_SILENCE_S)
-        return stream, streamed
+        return stream, control, streamed
 
     def _read_there(self, until_s: float, n_tokens: int = 1) -> Answer:
         answer = Answer(until_s)
@@ -324,7 +331,7 @@ def measure(pair: Pair, links: Sequence[Link], options: argparse.Namespace) -> N
         _say(
             f"{link.gbit_s:g} Gbit/s: {found.first_s / link.bound_s(found):.3f} × "
             f"{link.bound_s(found):.2f} s, processor {_cpu_ratio(found):.3f} ×, longest gap "
-            f"{found.gaps.importing:.2f}, others {found.others:.0%}{'' if counts else ': does not count'}"
+            f"{found.gaps.importing:.2f} ({found.gaps.control:.2f}), others {found.others:.0%}{'' if counts else ': does not count'}"
         )
 
 

@@ -27,6 +27,7 @@ from localllm.engine.messages import Failure, Prefill
 from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
 from localllm.engine.scheduler import StepDemand, admission_order
+from localllm.engine.transfer.wire import BLOCK_TOKENS
 from localllm.memory.guard import MemoryGuard
 from localllm.memory.system import return_to_system
 from localllm_backends.contract import Backend, NoCellsError
@@ -36,8 +37,8 @@ from localllm_backends.contract import Backend, NoCellsError
 _ANSWER_RESERVE_TOKENS = 128
 # If a running prefill will provide at least this many tokens of a prefix, the request waits for it.
 _WORTH_WAITING_TOKENS = 16
-# While a stream decodes, no further part of a prefix is imported in a step that imported this many
-# tokens.
+# While a stream decodes, no further part of a prefix and no further block of another server is
+# imported in a step that imported this many tokens.
 _STEP_TOKENS = 128
 # If no stream decodes, this many blocks of other servers may be imported before the next step.
 _MOST_BLOCKS = 64
@@ -269,7 +270,7 @@ class Admission:
                 before = job.fetched_tokens
                 most = _MOST_BLOCKS
                 if streams:
-                    most = int(not imported)
+                    most = max(0, _STEP_TOKENS - imported) // BLOCK_TOKENS
                 coming = self.receiver.receive(job, restoring, most, streams=streams)
                 imported += job.fetched_tokens - before
             self.awaits_disk |= coming

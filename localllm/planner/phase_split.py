@@ -21,8 +21,8 @@ from localllm.planner.cluster import Link, Share
 from localllm.planner.types import Range, RunSettings, backend_of
 from localllm_catalog.types import Model, Variant
 
-# Tokens of a block of KV on the wire.
-BLOCK_TOKENS = 256
+# Tokens whose KV is sent together. A step of the other server computes several blocks of the wire.
+PART_TOKENS = 256
 # Bytes per second between which the needed link is searched, and the number of halvings.
 _SLOWEST_BYTES_S = 1e6
 _FASTEST_BYTES_S = 1e12
@@ -97,7 +97,7 @@ class _Pair:
 
         def seconds(prefill_tok_s: float, decode_tok_s: float, one_way_s: float) -> float:
             computed_s = n_tokens / prefill_tok_s
-            n_blocks = max(1.0, n_tokens / BLOCK_TOKENS)
+            n_blocks = max(1.0, n_tokens / PART_TOKENS)
             overlapped_s = max(computed_s, sent_s) + min(computed_s, sent_s) / n_blocks
             return 2 * one_way_s + overlapped_s + 1 / decode_tok_s
 
@@ -182,9 +182,9 @@ def _pays_from(pair: _Pair, link: Link) -> int | None:
     """The shortest prompt that gains, in whole blocks."""
 
     def gains(n_blocks: int) -> bool:
-        return pair.gains(n_blocks * BLOCK_TOKENS, link)
+        return pair.gains(n_blocks * PART_TOKENS, link)
 
-    return _first(gains, pair.settings.n_ctx // BLOCK_TOKENS)
+    return _first(gains, pair.settings.n_ctx // PART_TOKENS)
 
 
 def _first(holds: Callable[[int], bool], most: int) -> int | None:
@@ -200,7 +200,7 @@ def _first(holds: Callable[[int], bool], most: int) -> int | None:
             high = middle
         else:
             low = middle
-    return high * BLOCK_TOKENS
+    return high * PART_TOKENS
 
 
 def _needed_bytes_s(pair: _Pair, link: Link, n_tokens: int) -> float | None:

@@ -95,7 +95,7 @@ def test_prompts_may_be_read_by_another_machine() -> None:
     assert all("here alone" in n or "only between equal engines" in n for n in notes.values())
     gains = next(ref for ref, note in notes.items() if "pays from" in note)
     why = "\n".join(service.explain(joined, gains, 80))
-    assert "overlapped in blocks" in why
+    assert "overlapped in parts" in why
     assert "half of the layers on each" in why
     for wrong in ("dgx spark --with m4 max 128GB --link string", "toaster --with m2 --link 10gbe"):
         with pytest.raises((UsageError, DeviceNotFoundError)):

@@ -96,7 +96,7 @@ def test_the_command_prints_every_way_and_the_needed_link() -> None:
         "pays from",
         "with 2.5 Gbit/s Ethernet",
         "gains over a link of",
-        "overlapped in blocks",
+        "overlapped in parts",
     ):
         assert part in shown, part
     found = json.loads(runner.invoke(app, [*asked, "--json"]).stdout)

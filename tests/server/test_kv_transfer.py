@@ -366,13 +366,15 @@ def test_blocks_come_in_order_and_are_named_by_their_tokens(
     prompt = words(600)
     head, *blocks, done = frames(asked(sender, MAC, tokens=prompt, identity=identity))
     assert (head.kind, done.kind) == (HEAD, DONE)
-    assert [b.kind for b in blocks] == [BLOCK] * 3
+    assert [b.kind for b in blocks] == [BLOCK] * 11
     name = KvIdentity.from_json(identity).name
     for i, block in enumerate(blocks):
-        stop = min(256 * (i + 1), 699)
-        assert KvEntry(name, as_tokens(prompt[:stop]), 256 * i).opened(block.body) is not None
-    later = frames(asked(sender, MAC, tokens=prompt, identity=identity, start=512))
-    assert [bytes(f.body) for f in later if f.kind == BLOCK] == [bytes(blocks[2].body)]
+        stop = min(BLOCK_TOKENS * (i + 1), 699)
+        assert (
+            KvEntry(name, as_tokens(prompt[:stop]), BLOCK_TOKENS * i).opened(block.body) is not None
+        )
+    later = frames(asked(sender, MAC, tokens=prompt, identity=identity, start=640))
+    assert [bytes(f.body) for f in later if f.kind == BLOCK] == [bytes(blocks[10].body)]
 
 
 def test_requests_that_may_not_be_answered(sender: Running, identity: dict[str, str]) -> None:

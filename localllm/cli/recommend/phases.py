@@ -236,7 +236,7 @@ def _arithmetic(found: PhaseSplit) -> list[str]:
         computed_s = there.ttft_s[i].value - 1 / there.decode_tok_s.value
         lines.append(
             f"{n_tokens:,} tokens: computed there in {computed_s:.2f} s, {found.kv_bytes[i] / 1e6:,.0f} MB "
-            f"sent in {sent_s:.2f} s, overlapped in blocks of {phase_split.BLOCK_TOKENS}; "
+            f"sent in {sent_s:.2f} s, overlapped in parts of {phase_split.PART_TOKENS}; "
             f"one step here {step_s * 1e3:.0f} ms; here alone {here.ttft_s[i].value:.2f} s"
         )
     return lines

@@ -35,7 +35,7 @@ from localllm.engine.transfer.wire import BLOCK_TOKENS
 from localllm_backends.contract import Backend, BackendFailure, NoCellsError
 
 # tokens. A shorter rest of a prompt is always computed here.
-_LEAST_TOKENS = BLOCK_TOKENS
+_LEAST_TOKENS = 256
 # The cost of reading a prompt here while streams decode.
 _WITH_STREAMS = 2.0
 # tokens. A shorter beginning is not copied, unless the whole prompt is read there.

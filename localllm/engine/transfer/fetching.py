@@ -22,7 +22,7 @@ from localllm.engine.transfer import frames, wire
 from localllm.engine.transfer.errors import TransferError
 from localllm.engine.transfer.peer import KvAnswer, KvPeer
 
-_MOST_WAITING = 3
+_MOST_WAITING = 6
 # While streams decode, the thread rests this many times as long as a piece took, at most `_REST_S`.
 _RESTS = 3.0
 _REST_S = 0.02

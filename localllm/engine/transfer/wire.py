@@ -21,11 +21,11 @@ from localllm.engine.transfer.frames import (
     STATE,
 )
 
-# tokens of a block. If the other server stalls, about the time of one block is lost, so a block has
-# half the tokens of a block in the cache.
-BLOCK_TOKENS = 256
+# tokens of a block. If the other server stalls, about the time of one block is lost. And streams wait
+# while a block is checked and imported, so a block is far shorter than one in the cache.
+BLOCK_TOKENS = 64
 # blocks that may be computed and not yet be read by the other server.
-CREDITS = 3
+CREDITS = 12
 # bytes. A frame that is not a block has at most this length.
 _MOST_WORDS_BYTES = 64 * 2**10
 _MOST_BYTES = {HEAD: _MOST_WORDS_BYTES, DONE: _MOST_WORDS_BYTES, FAIL: _MOST_WORDS_BYTES}
