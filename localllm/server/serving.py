@@ -52,7 +52,7 @@ from localllm.server.http.asgi import (
     ignored_header,
     request_id,
 )
-from localllm.server.http.json_body import process_body
+from localllm.server.http.json_body import process_body, release_body
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import (
     KeptStreams,
@@ -356,6 +356,7 @@ class Server:
             except WorkerDiedError:
                 engine = await model.engine()
                 job = await prepared(engine)
+            release_body()
             writer = begin(job)
             if job.pauses:
                 reply = empty_reply()

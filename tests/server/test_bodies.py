@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from localllm.server.http.errors import BodyTooLargeError
 from localllm.server.http.json_body import (
     BadJsonError,
+    body_memory,
     parse,
     read_json,
     unpack,
@@ -155,8 +156,9 @@ def test_a_body_of_many_brackets_does_not_hold_the_server_up() -> None:
         counting = asyncio.create_task(count())
         await asyncio.sleep(0)
         before = turns
-        with pytest.raises(BadJsonError, match="is nested deeper"):
-            await read_json(_Sent(body), ServerSettings())  # type: ignore[arg-type]
+        limits = ServerSettings()
+        with pytest.raises(BadJsonError, match="is nested deeper"), body_memory(limits):
+            await read_json(_Sent(body), limits)  # type: ignore[arg-type]
         during = turns - before
         done.set()
         await counting
@@ -203,8 +205,11 @@ def test_the_limit_is_exact() -> None:
 
 
 def test_a_body_of_too_many_parts_is_refused_and_brackets_in_a_text_are_none() -> None:
+    limits = ServerSettings()
+
     def read(body: bytes) -> dict[str, Any]:
-        return asyncio.run(read_json(_Sent(body), ServerSettings()))  # type: ignore[arg-type]
+        with body_memory(limits):
+            return asyncio.run(read_json(_Sent(body), limits))  # type: ignore[arg-type]
 
     with pytest.raises(BadJsonError, match="50,000 lists and objects"):
         read(b'{"x":[' + b"{}," * 50_000 + b"{}]}")

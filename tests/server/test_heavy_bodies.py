@@ -10,6 +10,7 @@ import re
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -22,8 +23,9 @@ from starlette.requests import Request
 
 from localllm.errors import RequestError
 from localllm.server.dialects.openai import chat
-from localllm.server.http.json_body import read_json
+from localllm.server.http.json_body import body_memory, read_json
 from localllm.server.http.settings import ServerSettings
+from localllm.server.http.text_memory import text_bytes
 from support.examples import examples
 from support.http_server import Running, running_server
 from support.scripted_engine import ScriptedEngine
@@ -142,6 +144,53 @@ def test_nobody_waits_for_ten_packed_ones(server: Running) -> None:
     assert {r.status_code for r in said} <= {400, 503}
 
 
+def _message(content: str) -> bytes:
+    sent = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    return json.dumps(sent, ensure_ascii=False).encode()
+
+
+def test_a_body_counts_as_the_memory_of_its_texts_until_its_prompt_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    narrow, wide = _message("word " * 100_000), _message("word " * 100_000 + "\U0001f600")
+    begun, answered, translate = threading.Event(), threading.Event(), chat.normalise
+
+    def held(*given: Any) -> Any:
+        if "\U0001f600" in str(given):
+            begun.set()
+            assert answered.wait(20)
+        return translate(*given)
+
+    monkeypatch.setattr(chat, "normalise", held)
+    engine = {"tiny": ScriptedEngine(n_ctx=2**20, n_ctx_train=2**20)}
+    with running_server(engine, api_key="s3cret", max_bodies_bytes=6 * len(wide)) as server:
+        first: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: first.append(_post(server, wide)))
+        thread.start()
+        assert begun.wait(20)
+        refused = _post(server, wide)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_busy")
+        assert _post(server, narrow).status_code == 200
+        answered.set()
+        thread.join()
+        assert first[0].status_code == 200
+        assert _post(server, wide).status_code == 200
+
+
+@pytest.mark.parametrize("text", ["hi", "\U0001f600"])
+def test_a_long_text_with_a_short_wide_one_takes_no_more_memory(text: str) -> None:
+    """An image in base64 and an emoji, for example."""
+    value = {"image": "A" * 4_000_000, "text": text}
+    body = json.dumps(value, ensure_ascii=False).encode()
+    tracemalloc.start()
+    try:
+        assert _read(body) == value
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 3 * len(body)
+
+
 def test_others_are_answered_while_a_large_body_is_translated(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,10 +247,10 @@ def _read(body: bytes) -> Any:
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def reading() -> Any:
+        limits = ServerSettings()
         try:
-            return await read_json(
-                Request({"type": "http", "headers": []}, receive), ServerSettings()
-            )
+            with body_memory(limits):
+                return await read_json(Request({"type": "http", "headers": []}, receive), limits)
         except RequestError as e:
             return re.sub(r"column \d+", "column", str(e))
 
@@ -270,3 +319,33 @@ def test_bodies_that_come_have_a_common_bound_and_small_ones_are_not_kept_out() 
             lambda: _post(server, large).status_code == 400,
             "what went is still counted",
         )
+
+
+def _memory(value: Any) -> int:
+    """The bytes of all texts in `value`, without those of the objects."""
+    if isinstance(value, dict):
+        return sum(_memory(inner) for pair in value.items() for inner in pair)
+    if isinstance(value, list):
+        return sum(map(_memory, value))
+    if not isinstance(value, str):
+        return 0
+    widest = max(map(ord, value), default=0)
+    return len(value) * (1 + (widest > 0xFF) + 2 * (widest > 0xFFFF))
+
+
+LONG = st.lists(st.tuples(TEXTS, st.integers(1, 200_000)), max_size=3).map(
+    lambda pieces: "".join(text * (count // (len(text) or 1)) for text, count in pieces)
+)
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.dictionaries(TEXTS, LONG | VALUES, max_size=6),
+    st.booleans(),
+    st.sampled_from(["utf-8", "utf-16", "utf-16-le", "utf-32-be"]),
+)
+def test_texts_take_no_more_memory_than_is_counted(
+    value: dict[str, Any], plain: bool, encoding: str
+) -> None:
+    body = json.dumps(value, ensure_ascii=plain).encode(encoding, "surrogatepass")
+    assert _memory(value) <= text_bytes(body)

@@ -30,6 +30,7 @@ from localllm.server.http.errors import (
     refusal,
     stopping,
 )
+from localllm.server.http.json_body import body_memory
 from localllm.server.http.kv_servers import HEADER as KV_SERVERS
 from localllm.server.http.kv_servers import note_kv_servers
 from localllm.server.http.settings import (
@@ -129,7 +130,8 @@ class SecurityGate:
             scope["path"] = scope["path"].rstrip("/") or "/"
         CALLER.set(account)
         note_kv_servers(headers.get(KV_SERVERS.encode()))
-        with account.request() if method == "POST" else account.small_request():
+        limited = account.request() if method == "POST" else account.small_request()
+        with limited, body_memory(self.settings):
             await self.app(scope, receive, send)
 
     def _cors_headers(self, origin: str) -> list[tuple[bytes, bytes]]:

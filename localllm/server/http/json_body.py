@@ -6,18 +6,22 @@ import asyncio
 import contextlib
 import json
 import re
+import threading
 import zlib
-from collections.abc import Callable
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
+from pydantic_core import from_json
 from starlette.requests import Request
 
 from localllm.errors import BusyError, RequestError
 from localllm.server.http.errors import BodyTooLargeError, EncodingError, SlowBodyError
 from localllm.server.http.settings import ServerSettings
+from localllm.server.http.text_memory import text_bytes
 
 _GZIP_OR_ZLIB = 47
 _RAW = -15
@@ -28,7 +32,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _MAX_MEMBERS = 10_000
 _PACKED_PIECE_BYTES = 2**16
 # Longer pieces would block the event loop.
-_PIECE_BYTES = _PIECE_CHARS = 2**18
+_PIECE_BYTES = 2**18
 # Larger bodies are read in a thread.
 _SMALL_BYTES = 2**17
 # Reads large bodies and does the work that depends on them. More than two computing threads would
@@ -41,8 +45,8 @@ _MAX_CONTAINERS = 50_000
 _MAX_VALUES = 1_000_000
 # `_PLAIN` matches JSON text up to the next string. `_QUOTED` matches complete escapes and other
 # characters up to the end of a string.
-_PLAIN = re.compile(r'[^"]*("?)')
-_QUOTED = re.compile(r'(?:[^"\\]+|\\.)*("?)', re.DOTALL)
+_PLAIN = re.compile(rb'[^"]*("?)')
+_QUOTED = re.compile(rb'(?:[^"\\]+|\\.)*("?)', re.DOTALL)
 # ASGI scope key of a body that has been read, for the next reader of the same request.
 BODY = "localllm.body"
 # True if the request's body was a large one.
@@ -128,15 +132,14 @@ async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any
     known: JsonBody | None = request.scope.get(BODY)
     if known is not None:
         return known[1]
-    return await _read(request, settings, _decoded)
+    return await _read(request, settings, parse)
 
 
 async def read_json_list(request: Request, settings: ServerSettings) -> list[Any]:
     """Return the JSON array of the request's body, which must be small. Raises RequestError."""
-    with _BodyMemory(settings.max_bodies_bytes) as held:
-        body = await _received(request, settings, held)
-        limit_bytes = min(_SMALL_BYTES, settings.max_body_bytes)
-        value = _value(unpack(body, request.headers.get("content-encoding", ""), limit_bytes))
+    body = await _received(request, settings)
+    limit_bytes = min(_SMALL_BYTES, settings.max_body_bytes)
+    value = _value(unpack(body, request.headers.get("content-encoding", ""), limit_bytes))
     if not isinstance(value, list):
         raise BadJsonError("the body must be a JSON array")
     return value
@@ -145,8 +148,7 @@ async def read_json_list(request: Request, settings: ServerSettings) -> list[Any
 async def read_raw(request: Request, settings: ServerSettings) -> bytes:
     """Return the bytes of a body that is no JSON, within the limits of size and time. Raises
     RequestError."""
-    with _BodyMemory(settings.max_bodies_bytes) as held:
-        body = await _received(request, settings, held)
+    body = await _received(request, settings)
     _LARGE.set(len(body) > _SMALL_BYTES)
     return bytes(body)
 
@@ -157,32 +159,41 @@ async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
     known: JsonBody | None = request.scope.get(BODY)
     if known is not None:
         return known
-    return await _read(request, settings, _decoded_with_bytes)
+    return await _read(request, settings, _with_bytes)
 
 
 async def _read(
-    request: Request, settings: ServerSettings, decode: Callable[[Received, str, int], Made]
+    request: Request, settings: ServerSettings, decode: Callable[[Received], Made]
 ) -> Made:
     """Return the body as `decode` makes it, which runs in a thread for a large body."""
     encoding = request.headers.get("content-encoding", "")
     small = min(_SMALL_BYTES, settings.max_body_bytes)
-    with _BodyMemory(settings.max_bodies_bytes) as held:
-        body = await _received(request, settings, held)
-        if len(body) <= small:
-            with contextlib.suppress(BodyTooLargeError):
-                return decode(body, encoding, small)
-        _LARGE.set(True)
-        read_large = partial(decode, body, encoding, settings.max_body_bytes)
-        return await asyncio.get_running_loop().run_in_executor(_LARGE_BODIES, read_large)
+    body = await _received(request, settings)
+    if len(body) <= small:
+        with contextlib.suppress(BodyTooLargeError):
+            return decode(unpack(body, encoding, small))
+    _LARGE.set(True)
+    read_large = partial(
+        _read_large, body, encoding, settings.max_body_bytes, decode, _BODY_MEMORY.get()
+    )
+    return await asyncio.get_running_loop().run_in_executor(_LARGE_BODIES, read_large)
 
 
-def _decoded(body: Received, encoding: str, limit_bytes: int) -> dict[str, Any]:
-    return parse(unpack(body, encoding, limit_bytes))
+def _read_large(
+    body: Received,
+    encoding: str,
+    limit_bytes: int,
+    decode: Callable[[Received], Made],
+    memory: _BodyMemory,
+) -> Made:
+    """Return the body as `decode` makes it, if there is memory for its texts. Raises BusyError."""
+    unpacked = unpack(body, encoding, limit_bytes)
+    memory.grow(max(len(unpacked), text_bytes(unpacked)))
+    return decode(unpacked)
 
 
-def _decoded_with_bytes(body: Received, encoding: str, limit_bytes: int) -> JsonBody:
-    raw = unpack(body, encoding, limit_bytes)
-    return bytes(raw), parse(raw)
+def _with_bytes(body: Received) -> JsonBody:
+    return bytes(body), parse(body)
 
 
 async def process_body(work: Callable[[], Made], *, takes_ms: bool = False) -> Made:
@@ -200,43 +211,68 @@ async def process_body(work: Callable[[], Made], *, takes_ms: bool = False) -> M
 
 
 class _BodyMemory:
-    """Counts the bytes of one large body while it arrives and waits to be read. All large bodies
-    together may hold `max_bytes`.
+    """Counts the bytes of one large body while it arrives, and those of its texts until the model's
+    prompt is made from them. All large bodies together may hold `max_bytes`.
 
-    Small bodies are not counted, so large ones cannot block them. Only the event loop may use
-    it."""
+    Small bodies are not counted, so large ones cannot block them."""
 
     all_bytes = 0
+    _lock = threading.Lock()
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
+        self._ended = False
 
-    def __enter__(self) -> _BodyMemory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _BodyMemory.all_bytes -= self._bytes
+    def end(self) -> None:
+        """Stop counting the body, also if a thread still reads it."""
+        with self._lock:
+            _BodyMemory.all_bytes -= self._bytes
+            self._bytes = 0
+            self._ended = True
 
     def grow(self, size: int) -> None:
-        """Record that the body has `size` bytes now. Raises BusyError."""
+        """Record that the body takes `size` bytes now. Raises BusyError."""
         if size <= _SMALL_BYTES:
             return
-        more = size - self._bytes
-        if more and _BodyMemory.all_bytes + more > self._max_bytes:
-            raise BusyError(
-                "the large request bodies in progress already hold "
-                f"{_BodyMemory.all_bytes // 2**20} MiB"
-            )
-        _BodyMemory.all_bytes += more
-        self._bytes += more
+        with self._lock:
+            more = size - self._bytes
+            if self._ended or not more:
+                return
+            if _BodyMemory.all_bytes + more > self._max_bytes:
+                raise BusyError(
+                    "the large request bodies in progress already hold "
+                    f"{_BodyMemory.all_bytes // 2**20} MiB"
+                )
+            _BodyMemory.all_bytes += more
+            self._bytes = size
 
 
-async def _received(request: Request, settings: ServerSettings, held: _BodyMemory) -> bytearray:
+_BODY_MEMORY: ContextVar[_BodyMemory] = ContextVar("body memory")
+
+
+@contextlib.contextmanager
+def body_memory(settings: ServerSettings) -> Iterator[None]:
+    """Context of one request, which counts the memory of its body."""
+    memory = _BodyMemory(settings.max_bodies_bytes)
+    _BODY_MEMORY.set(memory)
+    try:
+        yield
+    finally:
+        memory.end()
+
+
+def release_body() -> None:
+    """Stop counting the body of the current request, because the model has got its prompt."""
+    _BODY_MEMORY.get().end()
+
+
+async def _received(request: Request, settings: ServerSettings) -> bytearray:
     """Return the bytes of the body, which must arrive at the minimum rate. Raises
     BodyTooLargeError, SlowBodyError and BusyError."""
     # Pieces that are joined at the end would be a second copy, made without a pause.
     body = bytearray()
+    memory = _BODY_MEMORY.get()
     latest_s = asyncio.get_running_loop().time() + settings.body_timeout_s
     try:
         async with asyncio.timeout_at(latest_s) as limit:
@@ -246,7 +282,7 @@ async def _received(request: Request, settings: ServerSettings, held: _BodyMemor
                         f"the body is larger than {settings.max_body_bytes} bytes"
                     )
                 body += piece
-                held.grow(len(body))
+                memory.grow(len(body))
                 limit.reschedule(latest_s + len(body) / settings.min_body_bytes_s)
     except TimeoutError as e:
         raise SlowBodyError(
@@ -257,24 +293,24 @@ async def _received(request: Request, settings: ServerSettings, held: _BodyMemor
     return body
 
 
-def _check_counts(text: str) -> None:
+def _check_counts(text: Received) -> None:
     """Raise BadJsonError or BodyTooLargeError if `text` holds too many containers or values.
 
     Brackets and commas inside strings don't count. Strings are parsed only if the simple count is
     over a limit."""
-    brackets = text.count("[") + text.count("{")
-    if brackets <= _MAX_CONTAINERS and brackets + text.count(",") <= _MAX_VALUES:
+    brackets = text.count(b"[") + text.count(b"{")
+    if brackets <= _MAX_CONTAINERS and brackets + text.count(b",") <= _MAX_VALUES:
         return
     containers = values = strings = 0
     quoted = False
-    found = _PLAIN.match(text, 0, _PIECE_CHARS)
+    found = _PLAIN.match(text, 0, _PIECE_BYTES)
     # If no match is found, the text ends or is invalid. The JSON parser then reports the
     # position.
     while found is not None and found[0]:
         if not quoted:
-            opened = found[0].count("[") + found[0].count("{")
+            opened = found[0].count(b"[") + found[0].count(b"{")
             containers += opened
-            values += opened + found[0].count(",")
+            values += opened + found[0].count(b",")
             strings += bool(found[1])
         if containers > _MAX_CONTAINERS:
             raise BadJsonError(f"the body holds more than {_MAX_CONTAINERS:,} lists and objects")
@@ -284,7 +320,7 @@ def _check_counts(text: str) -> None:
         quoted ^= bool(found[1])
         at = found.end()
         pattern = _QUOTED if quoted else _PLAIN
-        found = pattern.match(text, at, at + _PIECE_CHARS)
+        found = pattern.match(text, at, at + _PIECE_BYTES)
 
 
 def parse(body: Received, max_depth: int = 96) -> dict[str, Any]:
@@ -302,9 +338,9 @@ def _value(body: Received, max_depth: int = 96) -> Any:
     Lone surrogates become U+FFFD, so that the result can be encoded as UTF-8. Editors produce them
     when they cut text within a character."""
     try:
-        text = body.decode(json.detect_encoding(body), "surrogatepass")
-        _check_counts(text)
-        value = json.loads(text, parse_constant=_refuse_constant)
+        body = _as_utf8(body)
+        _check_counts(body)
+        value = _parsed(body)
     except UnicodeDecodeError as e:
         raise BadJsonError(f"the body is not UTF-8 text: byte {e.start} is invalid") from e
     except json.JSONDecodeError as e:
@@ -321,6 +357,25 @@ def _value(body: Received, max_depth: int = 96) -> Any:
     if b"\\ud" in body or b"\\uD" in body or b"\xed" in body:
         return _without_surrogates(value)
     return value
+
+
+def _as_utf8(body: Received) -> Received:
+    encoding = json.detect_encoding(body)
+    if encoding == "utf-8":
+        return body
+    if encoding == "utf-8-sig":
+        return body[len(BOM_UTF8) :]
+    return body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+
+
+def _parsed(body: Received) -> Any:
+    """Return the JSON value in `body`, which is UTF-8. Raises ValueError and RecursionError."""
+    # This parser reads bytes. `json` needs the whole body as one text, which takes four bytes a
+    # character if one of them is an emoji.
+    with contextlib.suppress(ValueError):
+        return from_json(body, allow_inf_nan=False, cache_strings="keys")
+    # `json` reads lone surrogates, too, and its errors have the position in characters.
+    return json.loads(body.decode("utf-8", "surrogatepass"), parse_constant=_refuse_constant)
 
 
 def _check_depth(value: Any, levels: int, max_depth: int) -> None:

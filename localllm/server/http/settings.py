@@ -120,7 +120,7 @@ class ServerSettings:
     `allowed_hosts` and `allowed_origins` are accepted in addition to the loopback names.
     `image_hosts`: the only hosts (name, port) from which images are fetched.
     `max_body_bytes`: limit of one body. `max_bodies_bytes`: limit of all large bodies that arrive
-    or wait to be read.
+    or wait for their prompts.
     `grace_s`: time that a stream's headers wait, so that an early error becomes an HTTP status.
     `keepalive_s`: longest silence on a stream.
     `kept_stream_s`: time that a stream begun with an Idempotency-Key waits for its client.

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from localllm.model_names import Rule, find
 from localllm.server.http.asgi import App, Receive, Scope, Send
-from localllm.server.http.json_body import BODY, JsonBody, read_body
+from localllm.server.http.json_body import BODY, JsonBody, read_body, release_body
 from localllm.server.http.settings import ServerSettings
 from localllm.server.proxy.relay import ProxyRequest, UpstreamClient, accepted, until_disconnect
 from localllm.server.proxy.upstreams import NAME_A_MODEL, RemoteModel, Upstreams
@@ -63,6 +63,7 @@ class ProxyMiddleware:
             await self.app(scope, receive, send)
             return
         outgoing = self._outgoing(scope, model, body)
+        release_body()
         handed_on = self._http.relay(outgoing, scope, send)
         await until_disconnect(receive, handed_on, outgoing.meter)
 

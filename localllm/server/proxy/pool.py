@@ -36,7 +36,7 @@ from localllm.server.http.accounts import Accounts, caller, used_lines
 from localllm.server.http.asgi import Receive, Scope, Send
 from localllm.server.http.client_signs import signs_of
 from localllm.server.http.gate import SecurityGate
-from localllm.server.http.json_body import process_body, read_body
+from localllm.server.http.json_body import process_body, read_body, release_body
 from localllm.server.http.kv_servers import MOST_SERVERS
 from localllm.server.http.prometheus import CONTENT_TYPE, labels, metric
 from localllm.server.http.settings import ServerSettings
@@ -238,6 +238,7 @@ class PoolFront:
             session = signs_of(Headers(scope=scope)).session
             key, system = await process_body(partial(_keys, session, body))
             meter = meter_for(scope["path"], body)
+            release_body()
             stored = stored or bool(body.get("previous_response_id"))
         refused: tuple[int, ...] = _REFUSED
         if stored:
