@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import os
 import ssl
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,11 @@ settings.register_profile(
     max_examples=examples(100),
 )
 settings.load_profile("ours")
+
+# Containers often set this. Then every process of the tests compiles each module that it imports:
+# a worker takes half as long again to start, and pytest rewrites every test module on each run.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # As the worker runs (localllm/engine/worker/client.py): read by OpenMP when llama.cpp is first
 # loaded.
