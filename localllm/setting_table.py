@@ -460,6 +460,14 @@ TABLE: tuple[Setting, ...] = (
     Setting(
         "min_body_bytes_s", int, 64_000, "lowest rate of a request's body, in bytes per second"
     ),
+    Setting(
+        "measured_rows",
+        str,
+        None,
+        "file or https:// address of speeds that others measured, for `catalog update`",
+        flag="--measured-rows",
+        metavar="PLACE",
+    ),
     Setting("offline", bool, False, "never contact the hub", flag="--offline"),
 )
 

@@ -69,11 +69,15 @@ def overrides_for(device: Device, catalog: Catalog) -> Overrides:
     from localllm_backends import registry
 
     engines = tuple(registry.backends())
+    from localllm.load import measured_by_others
+
+    by_others = measured_by_others.for_planner(device, catalog.by_id)
     if device.simulated:
-        return Overrides(backends=engines)
+        return Overrides(measured=by_others, backends=engines)
     from localllm.load import measurements, readable_models
 
     measured = measurements.for_planner(measurements.load(), device.name, catalog.by_id)
+    measured += by_others
     too_new = readable_models.too_new(catalog.models)
     return Overrides(measured=measured, backends=engines, too_new=too_new)
 

@@ -8,12 +8,21 @@ measurements on this machine (calibration.py). Units: tokens/s and seconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from statistics import median
 
 from localllm.device.types import Device
-from localllm.planner import calibration, decode_cost, efficiency, layer_bytes, prefill_cost, ranges
+from localllm.planner import (
+    by_others,
+    calibration,
+    decode_cost,
+    efficiency,
+    layer_bytes,
+    prefill_cost,
+    ranges,
+)
 from localllm.planner.bytes_per_token import streamed
 from localllm.planner.types import USUAL, Range, RunSettings, backend_of
 from localllm_backends.placement import Placement
@@ -26,17 +35,20 @@ _Z = 1.28  # 10th to 90th percentile
 _RUN_NOISE = 0.05
 _OWN_NOISE = 0.01
 _MODEL_SPREAD = 0.10
+# Files of one quant whose sizes differ by less are the same file.
+_SAME_SIZE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Speeds measured on this machine with one variant. A speed of 0 was not measured.
+    """Speeds measured with one variant. A speed of 0 was not measured.
 
     - `depth`: mean context while decoding.
     - `short_tok_s` at `short_depth`: decode speed with the context nearly empty. The difference to
       `decode_tok_s` is due to attention.
     - `placement`: where the model was.
     - `n_batch`: the micro-batch of its prompt (tokens).
+    - `source`: who measured it on another machine of this kind ("": measured on this machine).
     """
 
     model: Model
@@ -51,6 +63,7 @@ class Measured:
     short_depth: int = 0
     placement: Placement = USUAL.placement
     n_batch: int = USUAL.n_batch
+    source: str = ""
 
     @property
     def run(self) -> RunSettings:
@@ -111,17 +124,26 @@ def decode(
     """Return the predicted decode speed of one of `n_sequences` at `depth` tokens of context,
     tokens/s.
 
-    Layers that `settings` keep in host memory run there, and the times add up. `measured` are this
-    machine's own figures, which replace the table. A figure of the same variant is adjusted to this
-    depth; other variants contribute their ratio.
+    Layers that `settings` keep in host memory run there, and the times add up. Figures of this
+    machine in `measured` replace the table. A figure of the same variant is adjusted to this depth;
+    other variants contribute their ratio. Figures of others count if this machine has none, and only
+    those of the same file.
     """
     step = decode_step(device, model, variant, settings, depth=depth, n_sequences=n_sequences)
     backend = backend_of(variant).name
-    runs_here = [m for m in measured if m.backend == backend and m.decoded]
+    runs = [m for m in measured if m.backend == backend and m.decoded]
+    runs_here = [m for m in runs if not m.source]
     if not runs_here:
-        return efficiency.under_lasting_load(
-            device, _range(1 / step.total_s, step.spread, step.basis)
-        )
+
+        def of_run(m: Measured) -> list[tuple[float, float]]:
+            return [
+                (rate, 1 / decode_step(device, model, variant, m.run, depth=at).total_s)
+                for at, rate in m.decoded
+            ]
+
+        predicted = _range(1 / step.total_s, step.spread, step.basis)
+        found = _with_others(predicted, step.spread, _of_file(runs, model, variant), of_run)
+        return efficiency.under_lasting_load(device, found)
     seconds, spread, names = _as_measured(device, model, variant, step, runs_here)
     return _range(1 / seconds, spread, f"measured here: {names}")
 
@@ -289,6 +311,38 @@ def _as_measured(
     return seconds, math.hypot(_MODEL_SPREAD, unsure), _names(runs_here)
 
 
+def _of_file(measured: Sequence[Measured], model: Model, variant: Variant) -> list[Measured]:
+    """Return the figures of the same file: the model's quant, in the same size."""
+    return [
+        m
+        for m in measured
+        if _same(m, model, variant)
+        and abs(m.variant.file_bytes / variant.file_bytes - 1) < _SAME_SIZE
+    ]
+
+
+def _with_others(
+    predicted: Range,
+    spread: float,
+    others: Sequence[Measured],
+    of_run: Callable[[Measured], Sequence[tuple[float, float]]],
+) -> Range:
+    """Return `predicted`, joined with the figures of `others`. `of_run` returns the (measured,
+    predicted) tokens/s of a run."""
+    logs: dict[str, list[float]] = {}
+    rates: list[float] = []
+    for run in others:
+        rows = of_run(run)
+        logs.setdefault(run.source, []).extend(math.log(now / was) for was, now in rows)
+        rates.append(rows[-1][0])
+    if not logs:
+        return predicted
+    shift, spread = by_others.joined(logs, spread)
+    sources = "1 source" if len(logs) == 1 else f"{len(logs)} sources"
+    basis = f"measured by others: {median(rates):.3g} ({sources})"
+    return _range(predicted.value * math.exp(-shift), spread, basis)
+
+
 def _names(measured: Sequence[Measured]) -> str:
     """Return the first three of the measured models."""
     return ", ".join(sorted({m.model.id for m in measured})[:3])
@@ -325,17 +379,27 @@ def prefill(
     ):
         spread = max(spread, 0.4)
     backend = backend_of(variant).name
-    runs_here = [
+    runs = [
         m for m in measured if m.backend == backend and m.prefill_tok_s > 0 and m.prompt_tokens > 0
     ]
-    if not runs_here:
-        return efficiency.under_lasting_load(device, _range(1 / seconds, spread, basis))
-    exact = [m for m in runs_here if _same(m, model, variant)]
-    logs = []
-    for m in exact or runs_here:
+
+    def at_its_prompt(m: Measured) -> float:
+        """The predicted seconds of a token of its prompt."""
         ran = replace(settings, placement=m.placement, n_batch=m.n_batch)
-        predicted_s = _prompt_seconds(device, m.model, m.variant, ran, tokens=m.prompt_tokens, at=0)
-        logs.append(math.log(1 / m.prefill_tok_s / predicted_s))
+        return _prompt_seconds(device, m.model, m.variant, ran, tokens=m.prompt_tokens, at=0)
+
+    runs_here = [m for m in runs if not m.source]
+    if not runs_here:
+        predicted = _range(1 / seconds, spread, basis)
+        found = _with_others(
+            predicted,
+            spread,
+            _of_file(runs, model, variant),
+            lambda m: [(m.prefill_tok_s, 1 / at_its_prompt(m))],
+        )
+        return efficiency.under_lasting_load(device, found)
+    exact = [m for m in runs_here if _same(m, model, variant)]
+    logs = [math.log(1 / m.prefill_tok_s / at_its_prompt(m)) for m in exact or runs_here]
     seconds *= math.exp(sum(logs) / len(logs))
     if exact:
         return _range(1 / seconds, 0.08, "measured here: this model")

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from localllm import json_store
 from localllm.cli.bench import compare, measure
 from localllm.cli.bench.measure import second_fastest
 from localllm.cli.commands import bench
@@ -21,6 +22,7 @@ from localllm.device.probes import matrix_rate
 from localllm.errors import UsageError
 from localllm.load import measurements
 from localllm.load.load_plan import load_plan_named
+from localllm.load.measured_by_others import SharedRow
 from localllm.settings import Settings
 from localllm_catalog import catalog
 
@@ -158,8 +160,10 @@ def test_a_run_is_shared_as_one_row_without_names_and_paths(
     assert row["file_sha256"] is None
     assert "llama-cpp-python" in row["engine"]
     assert [key for key, value in row.items() if isinstance(value, str)] == [
-        "device", "accelerator", "model", "quant", "engine", "localllm", "kv_type", "how",
+        "device", "match", "accelerator", "model", "quant", "backend", "engine", "localllm",
+        "kv_type", "how",
     ]  # fmt: skip
+    assert json_store.record(SharedRow, {**row, "source": "issue 1"}) is not None
     assert str(few_layers.parent) not in done.stdout
     assert "not sent anywhere" in done.stderr
 

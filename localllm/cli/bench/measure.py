@@ -42,12 +42,17 @@ async def measure(load: LoadPlan) -> dict[str, Any]:
         n_prompt = min(PROMPT_TOKENS, engine.info.n_ctx // 2)
         await _round(engine, 0, n_prompt)
         short, decoded, prefilled = await _rounds(engine, n_prompt)
+        half_answer = DECODE_TOKENS // 2
         figures: dict[str, Any] = {
             "decode_tok_s": second_fastest(decoded),
+            "depth": n_prompt + half_answer,
             "short_tok_s": second_fastest(short),
+            "short_depth": SHORT_PROMPT_TOKENS + half_answer,
             "prefill_tok_s": second_fastest(prefilled),
             "prompt_tokens": n_prompt,
             "rounds": len(decoded),
+        }
+        figures |= {
             "memory_bytes": engine.memory.total_bytes,
             "n_ctx": engine.info.n_ctx,
             "n_batch": engine.info.n_batch,
@@ -150,20 +155,19 @@ def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
         return {}
     device = detect(measure=True)
     ran = plan.settings
-    half_answer = DECODE_TOKENS // 2
     record = measurements.Record(
         machine=device.name,
         model=plan.model.id,
         quant=plan.variant.quant,
         backend=plan.backend,
         decode_tok_s=figures["decode_tok_s"],
-        depth=figures["prompt_tokens"] + half_answer,
+        depth=figures["depth"],
         kv_type=ran.kv_type,
         prefill_tok_s=figures["prefill_tok_s"],
         prompt_tokens=figures["prompt_tokens"],
         memory_bytes=int(figures["memory_bytes"]),
         short_tok_s=figures["short_tok_s"],
-        short_depth=SHORT_PROMPT_TOKENS + half_answer,
+        short_depth=figures["short_depth"],
     )
     record = replace(
         record,

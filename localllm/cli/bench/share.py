@@ -19,7 +19,8 @@ WHERE = (
     "'A measured speed'"
 )
 _FIGURES = (
-    "decode_tok_s", "short_tok_s", "prefill_tok_s", "prompt_tokens", "memory_bytes", "rounds",
+    "decode_tok_s", "depth", "short_tok_s", "short_depth", "prefill_tok_s", "prompt_tokens",
+    "memory_bytes", "rounds",
 )  # fmt: skip
 
 
@@ -48,6 +49,7 @@ def row(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
     ran = plan.settings
     found: dict[str, Any] = {
         "device": device.name,
+        "match": device.match,
         "accelerator": device.accelerator,
         "device_memory_bytes": device.memory.total_bytes,
         "model": plan.model.id,
@@ -56,6 +58,7 @@ def row(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
         "file_sha256": published_digest(load.local, load.local.path) or None,
     }
     found |= {
+        "backend": plan.backend,
         "engine": registry.declared(plan.backend).label_with_version,
         "localllm": __version__,
         "n_ctx": ran.n_ctx,

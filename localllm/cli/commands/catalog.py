@@ -25,7 +25,7 @@ def catalog() -> None:
 
 
 @app.command(short_help="Read the models' file listings from the hub.")
-@takes("offline")
+@takes("offline", "measured_rows")
 def update(
     models: Annotated[
         list[str] | None,
@@ -40,7 +40,8 @@ def update(
     *,
     settings: Settings,
 ) -> None:
-    """Read the current files of the catalog's models from the hub, with exact sizes.
+    """Read the current files of the catalog's models from the hub, with exact sizes, and the speeds
+    that others measured (`measured_rows`).
 
     The result is stored in your own catalog file. A GGUF repository that is not in the catalog is
     added as a new model. Its shapes, template and sampling come from the header of its smallest
@@ -76,6 +77,30 @@ def update(
     _print_changes(found)
     if not dry_run:
         print(f"wrote {catalog_update.write(found, user_folder())}", file=sys.stderr)
+    place = settings.value("measured_rows")
+    if place:
+        _update_rows(place, dry_run=dry_run)
+
+
+def _update_rows(place: str, *, dry_run: bool) -> None:
+    """Read the speeds that others measured from the file at `place`."""
+    from localllm.library import small_file
+    from localllm.load import measured_by_others
+
+    text = small_file.read(place)
+    rows = measured_by_others.rows_of(text)
+    n_lines = sum(1 for line in text.splitlines() if line.strip())
+    if not rows:
+        raise UsageError(
+            f"{place} has no row of a measurement",
+            hint="it needs a line of `localllm bench --share` for each, with its `source`",
+        )
+    n_sources = len({row.source for row in rows})
+    print(f"{len(rows)} speeds measured by others, from {n_sources} sources")
+    if len(rows) < n_lines:
+        print(f"left out: {n_lines - len(rows)} lines that are no measurement", file=sys.stderr)
+    if not dry_run:
+        print(f"wrote {measured_by_others.write(rows)}", file=sys.stderr)
 
 
 def _print_changes(found: Update) -> None:

@@ -1,0 +1,155 @@
+"""Speeds that others measured on machines like this one (`bench --share`), for plans.
+
+`catalog update` reads them from the file that the setting `measured_rows` names: a line of JSON for
+each measurement, with the `source` that it came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from localllm import json_store, paths
+from localllm.device.types import Device
+from localllm.foreign_json import MalformedError, parse
+from localllm.load import measurements
+from localllm.planner.speed import Measured, decode_bound
+from localllm_backends import registry
+from localllm_catalog.errors import CatalogError
+from localllm_catalog.types import Model
+
+_MOST_ROWS = 20_000
+_MOST_CHARS = 4096
+_MOST_TOK_S = 1e7
+# Two machines of one kind report sizes of their memory that differ by what the firmware takes.
+_SAME_MEMORY = 0.1
+# A figure above the roofline by more than the error of the known bandwidth is wrong.
+_OVER_ROOFLINE = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRow:
+    """One measurement of `bench --share`, and who published it (`source`).
+
+    `match`: name of the row of devices.toml. `depth`, `short_depth`: mean context of the two decode
+    speeds. Raises ValueError for figures that no measurement gives.
+    """
+
+    source: str
+    device: str
+    device_memory_bytes: int
+    model: str
+    quant: str
+    backend: str
+    file_bytes: int
+    decode_tok_s: float
+    depth: int
+    match: str = ""
+    short_tok_s: float = 0.0
+    short_depth: int = 0
+    prefill_tok_s: float = 0.0
+    prompt_tokens: int = 0
+    kv_type: str = "f16"
+    n_batch: int = 0
+    gpu_layers: int = -1
+    experts_on_host: int = 0
+
+    def __post_init__(self) -> None:
+        rates = (self.decode_tok_s, self.short_tok_s, self.prefill_tok_s)
+        counts = (self.depth, self.short_depth, self.prompt_tokens, self.n_batch)
+        if not all(0 <= rate < _MOST_TOK_S for rate in rates) or self.decode_tok_s <= 0:
+            raise ValueError("a speed is not that of a measurement")
+        if min(counts) < 0 or self.file_bytes <= 0 or self.device_memory_bytes <= 0:
+            raise ValueError("a size is negative")
+        if not self.source or self.backend not in registry.backends():
+            raise ValueError("its source or its engine is unknown")
+
+
+def rows_file() -> Path:
+    return paths.data_dir() / "measured-by-others.json"
+
+
+def rows_of(text: bytes) -> list[SharedRow]:
+    """Return the usable rows of a file, at most `_MOST_ROWS`. Other lines are left out."""
+    found = []
+    for line in text.splitlines()[:_MOST_ROWS]:
+        if not line.strip():
+            continue
+        try:
+            row = json_store.record(SharedRow, parse(line, _MOST_CHARS).value)
+        except MalformedError:
+            continue
+        if row is not None:
+            found.append(row)
+    return found
+
+
+def write(rows: Iterable[SharedRow]) -> Path:
+    """Store `rows` in place of those of an earlier update. Raises OSError."""
+    target = rows_file()
+    json_store.write(target, {"rows": [asdict(row) for row in rows]})
+    return target
+
+
+def read() -> list[SharedRow]:
+    """Return the stored rows. A missing or damaged file counts as empty."""
+    entries = json_store.read(rows_file()).get("rows", [])
+    found = (json_store.record(SharedRow, entry) for entry in entries)
+    return [row for row in found if row is not None]
+
+
+def for_planner(device: Device, models: Mapping[str, Model]) -> tuple[Measured, ...]:
+    """Return the stored figures of machines like `device`, without those that its memory could not
+    deliver."""
+    found = []
+    for row in read():
+        if not _is_same_machine(row, device):
+            continue
+        record = measurements.Record(
+            machine=device.name,
+            model=row.model,
+            quant=row.quant,
+            backend=row.backend,
+            decode_tok_s=row.decode_tok_s,
+            depth=row.depth,
+            kv_type=row.kv_type,
+            prefill_tok_s=row.prefill_tok_s,
+            prompt_tokens=row.prompt_tokens,
+            file_bytes=row.file_bytes,
+        )
+        record = replace(
+            record,
+            n_ubatch=row.n_batch,
+            short_tok_s=row.short_tok_s,
+            short_depth=row.short_depth,
+            gpu_layers=row.gpu_layers,
+            experts_on_host=row.experts_on_host,
+        )
+        for measured in measurements.for_planner([record], device.name, models):
+            if _is_possible(device, measured):
+                found.append(replace(measured, source=row.source))
+    return tuple(found)
+
+
+def _is_same_machine(row: SharedRow, device: Device) -> bool:
+    if row.device != device.name and (not row.match or row.match != device.match):
+        return False
+    ratio = row.device_memory_bytes / max(1, device.memory.total_bytes)
+    return abs(math.log(ratio)) < _SAME_MEMORY
+
+
+def _is_possible(device: Device, measured: Measured) -> bool:
+    """True if the engine has this quant and KV type, and no figure is above the roofline. A model
+    partly in system memory is below it."""
+    for depth, rate in measured.decoded:
+        try:
+            bound = decode_bound(
+                device, measured.model, measured.variant, depth=depth, kv_type=measured.kv_type
+            )
+        except CatalogError:
+            return False
+        if rate > _OVER_ROOFLINE * bound:
+            return False
+    return True

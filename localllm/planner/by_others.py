@@ -1,0 +1,24 @@
+"""Speeds that others measured with the same file on a machine of the same kind, joined with the
+prediction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+
+def joined(logs: Mapping[str, Sequence[float]], spread: float) -> tuple[float, float]:
+    """Return (ln of the factor for the predicted seconds, spread) after the figures of some sources.
+
+    `logs`: for each source, ln(measured ÷ predicted seconds) of its figures. `spread`: the
+    prediction's standard deviation in ln.
+
+    Half of the prediction's variance is taken for the cost model's error, and half for differences
+    between machines of one kind. The sources share the second half with this machine. By Bayes'
+    rule for two normal distributions, n sources then have n times the weight of the prediction,
+    however many figures each has. So one source never outweighs the rest.
+    """
+    n = len(logs)
+    middle = median(median(found) for found in logs.values())
+    return middle * n / (n + 1), spread * math.sqrt((1 + 1 / (n + 1)) / 2)
