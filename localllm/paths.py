@@ -79,6 +79,11 @@ def decisions_dir() -> Path:
     return data_dir() / "decisions"
 
 
+def shared_rows_file() -> Path:
+    """Return the file of speeds that others measured."""
+    return data_dir() / "measured-by-others.json"
+
+
 def quants_dir() -> Path:
     """Quants that `localllm quantize` made, one folder per model."""
     return data_dir() / "quants"

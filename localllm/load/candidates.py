@@ -6,11 +6,14 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from localllm import paths
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from localllm.device.types import Device
     from localllm.library.types import LocalModel
+    from localllm.planner.speed import Measured
     from localllm.planner.starting_settings import Overrides
     from localllm.planner.types import Plan
     from localllm_catalog.catalog import Catalog
@@ -69,9 +72,11 @@ def overrides_for(device: Device, catalog: Catalog) -> Overrides:
     from localllm_backends import registry
 
     engines = tuple(registry.backends())
-    from localllm.load import measured_by_others
+    by_others: tuple[Measured, ...] = ()
+    if paths.shared_rows_file().exists():  # the import takes longer than most plans
+        from localllm.load import measured_by_others
 
-    by_others = measured_by_others.for_planner(device, catalog.by_id)
+        by_others = measured_by_others.for_planner(device, catalog.by_id)
     if device.simulated:
         return Overrides(measured=by_others, backends=engines)
     from localllm.load import measurements, readable_models

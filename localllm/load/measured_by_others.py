@@ -67,10 +67,6 @@ class SharedRow:
             raise ValueError("its source or its engine is unknown")
 
 
-def rows_file() -> Path:
-    return paths.data_dir() / "measured-by-others.json"
-
-
 def rows_of(text: bytes) -> list[SharedRow]:
     """Return the usable rows of a file, at most `_MOST_ROWS`. Other lines are left out."""
     found = []
@@ -88,14 +84,14 @@ def rows_of(text: bytes) -> list[SharedRow]:
 
 def write(rows: Iterable[SharedRow]) -> Path:
     """Store `rows` in place of those of an earlier update. Raises OSError."""
-    target = rows_file()
+    target = paths.shared_rows_file()
     json_store.write(target, {"rows": [asdict(row) for row in rows]})
     return target
 
 
 def read() -> list[SharedRow]:
     """Return the stored rows. A missing or damaged file counts as empty."""
-    entries = json_store.read(rows_file()).get("rows", [])
+    entries = json_store.read(paths.shared_rows_file()).get("rows", [])
     found = (json_store.record(SharedRow, entry) for entry in entries)
     return [row for row in found if row is not None]
 

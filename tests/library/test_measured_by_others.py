@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from library.hub import Hub
+from localllm import paths
 from localllm.cli.commands import catalog as command
 from localllm.device.name_lookup import resolve
 from localllm.errors import DownloadError, UsageError
@@ -171,5 +172,5 @@ def test_a_file_without_rows_or_without_encryption_is_refused(tmp_path: Path) ->
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     before = decode()
     assert update(tmp_path, [row("issue 1", 30.0)], "--dry-run").exit_code == 0
-    assert not measured_by_others.rows_file().exists()
+    assert not paths.shared_rows_file().exists()
     assert decode() == before
