@@ -229,7 +229,13 @@ def test_a_program_that_speaks_mcp_is_started_asked_and_ended(tmp_path: Path) ->
     [
         ("while True: sys.stdout.write('x' * 65536)", "a line of more than 8 MiB"),
         ("print('no JSON', flush=True)", "it ended"),
-        ("sys.exit(3)", "it ended"),
+        ("sys.exit(3)", "it ended without an error message"),
+        (
+            "import no_such_module",
+            "it ended: ModuleNotFoundError: No module named 'no_such_module'",
+        ),
+        ("sys.exit('\\x1b[2Jno\\x1b[m key\\n\\n')", r"it ended: \[2Jno\[m key"),
+        ("sys.exit('x' * 100_000)", "it ended: x{300}$"),
         ("sys.stdin.buffer.read()", "did not answer for 1 s"),
         ("[print('[' * 100_000, flush=True) for _ in sys.stdin.buffer]", "did not answer for 1 s"),
     ],

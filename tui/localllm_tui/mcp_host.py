@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,18 +15,19 @@ from typing import Any
 from localllm.errors import LocalLLMError
 from localllm_tui import mcp_relay
 from localllm_tui.control.interfaces import ToolSpec
-from localllm_tui.mcp_relay import MAX_LINE_BYTES
+from localllm_tui.control.terminal import printable
 
 _CALL_S = 120.0
+_MAX_REASON = 300
 
 
 @dataclass(slots=True)
 class McpHost:
     """Implements control.interfaces.ToolHost. `start_s`: the longest wait for its list of tools.
 
-    A line of more than MAX_LINE_BYTES ends the program (mcp_relay.py). The program gets the few environment variables that
-    the SDK passes on, and `env`; its standard error is dropped, because the screen uses the
-    terminal."""
+    A line of more than MAX_LINE_BYTES ends the program (mcp_relay.py). The program gets the few
+    environment variables that the SDK passes on, and `env`. The screen uses the terminal, so the end
+    of the program's standard error goes to a file, whose last line is shown if it ended."""
 
     name: str
     command: str
@@ -35,6 +36,8 @@ class McpHost:
     start_s: float = 30.0
     _session: Any = None
     _task: asyncio.Task[None] | None = None
+    _errors: Any = None
+    _last_error: str = ""
 
     async def open(self) -> Sequence[ToolSpec]:
         ready: asyncio.Future[Sequence[ToolSpec]] = asyncio.get_running_loop().create_future()
@@ -43,11 +46,11 @@ class McpHost:
         try:
             return await asyncio.wait_for(asyncio.shield(ready), self.start_s)
         except Exception as e:
+            why = self._reason(e)
             await self.close()
             hint = f"try it by hand: {' '.join([self.command, *self.args])}"
             if isinstance(e, ImportError):
                 hint = "tools need an optional package: pip install 'localllm[tools]'"
-            why = _reason(e)
             if isinstance(e, TimeoutError):
                 why = f"it did not answer for {self.start_s:g} s"
             raise LocalLLMError(f"{self.name} does not start: {why}", hint=hint) from e
@@ -60,7 +63,7 @@ class McpHost:
                 name, dict(arguments), read_timeout_seconds=_CALL_S
             )
         except Exception as e:
-            raise LocalLLMError(f"{self.name}: {_reason(e)}") from e
+            raise LocalLLMError(f"{self.name}: {self._reason(e)}") from e
         parts = [
             getattr(part, "text", None) or f"[{part.type}]"
             for part in getattr(result, "content", ())
@@ -79,7 +82,7 @@ class McpHost:
 
     async def _live(self, ready: asyncio.Future[Sequence[ToolSpec]]) -> None:
         try:
-            from mcp import ClientSession, StdioServerParameters, stdio_client
+            from mcp import StdioServerParameters
 
             program = shutil.which(self.command, path=self.env.get("PATH"))
             if program is None:
@@ -88,31 +91,52 @@ class McpHost:
             given = StdioServerParameters(
                 command=relay[0], args=[*relay[1:], program, *self.args], env=dict(self.env) or None
             )
-            with open(os.devnull, "w") as nowhere:
-                async with (
-                    stdio_client(given, errlog=nowhere) as (read, write),
-                    ClientSession(read, write) as session,
-                ):
-                    await session.initialize()
-                    listed = await session.list_tools()
-                    self._session = session
-                    specs = [
-                        ToolSpec(t.name, t.description or "", t.input_schema, self.name)
-                        for t in listed.tools
-                    ]
-                    if not ready.done():
-                        ready.set_result(specs)
-                    await asyncio.Event().wait()  # closing cancels it
+            with tempfile.TemporaryFile() as self._errors:
+                try:
+                    await self._talk(given, ready)
+                finally:
+                    self._read_errors()
         except Exception as e:
             if not ready.done():
                 ready.set_exception(e)
         finally:
-            self._session = None
+            self._session = self._errors = None
 
+    async def _talk(self, given: Any, ready: asyncio.Future[Sequence[ToolSpec]]) -> None:
+        from mcp import ClientSession, stdio_client
 
-def _reason(e: BaseException) -> str:
-    while isinstance(e, BaseExceptionGroup) and e.exceptions:
-        e = e.exceptions[0]
-    if str(e) == "Connection closed":
-        return f"it ended, or wrote a line of more than {MAX_LINE_BYTES >> 20} MiB"
-    return str(e) or type(e).__name__
+        async with (
+            stdio_client(given, errlog=self._errors) as (read, write),
+            ClientSession(read, write) as session,
+        ):
+            await session.initialize()
+            listed = await session.list_tools()
+            self._session = session
+            specs = [
+                ToolSpec(t.name, t.description or "", t.input_schema, self.name)
+                for t in listed.tools
+            ]
+            if not ready.done():
+                ready.set_result(specs)
+            await asyncio.Event().wait()  # closing cancels it
+
+    def _reason(self, e: BaseException) -> str:
+        while isinstance(e, BaseExceptionGroup) and e.exceptions:
+            e = e.exceptions[0]
+        if str(e) != "Connection closed":
+            return str(e) or type(e).__name__
+        self._read_errors()
+        if self._last_error:
+            return f"it ended: {self._last_error}"
+        return "it ended without an error message"
+
+    def _read_errors(self) -> None:
+        """Keep the last line that the program wrote to its standard error."""
+        if self._errors is None:
+            return
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        for line in lines:
+            shown = printable(line).strip()
+            if shown:
+                self._last_error = shown[:_MAX_REASON]
