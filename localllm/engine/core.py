@@ -394,10 +394,9 @@ class Engine:
         ready = self._background.taking_part(ready)
         if len(ready) <= info.n_outputs and all(j.decodes_without_draft for j in ready):
             return [Grant(j.id, 1, prefill=False) for j in ready]
-        return plan_step(
-            [self.jobs.demand(job, now) for job in ready],
-            Limits(info.n_batch, info.n_outputs, self._sizer.chunk, prompt_only),
-        )
+        sizer = self._sizer
+        limits = Limits(info.n_batch, info.n_outputs, sizer.chunk, prompt_only, sizer.cheap_tokens)
+        return plan_step([self.jobs.demand(job, now) for job in ready], limits)
 
     def _prompt_only_tokens(self) -> int:
         """Prefill tokens allowed in a step without decoding.
@@ -407,6 +406,7 @@ class Engine:
         bits.
         """
         jobs = [*self.jobs.waiting.values(), *self.jobs.running.values()]
+        step_s = PROMPT_STEP_S
         # With `power` below 1, each step is followed by a pause in proportion, so steps stay short.
         if self._turns.others_wait and self.jobs.decoding:
             # Streams with other adapters wait for this step.
@@ -417,9 +417,9 @@ class Engine:
             and self.settings.power >= 1.0
         ):
             step_s = SINGLE_STEP_S
-        else:
-            step_s = PROMPT_STEP_S
-        return self._sizer.prompt_tokens(step_s if any(job.shares for job in jobs) else 0.0)
+        named = any(job.share_key[0] for job in jobs)
+        shares = any(job.shares for job in jobs)
+        return self._sizer.prompt_tokens(step_s if shares else 0.0, several_keys=named)
 
     def _plan_media(
         self, media: MediaSteps, ready: list[RunningRequest], prompt_only: int

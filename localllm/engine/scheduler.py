@@ -51,12 +51,16 @@ class Grant(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Hard limits of one step: tokens in the batch, rows of logits, and prefill tokens in a step
-    with decoding (`chunk`) or without (`prompt_only`)."""
+    with decoding (`chunk`) or without (`prompt_only`).
+
+    `joining`: prefill tokens of other tenants in a step that reads the rest of a prompt of the
+    tenant that is next."""
 
     n_batch: int
     n_outputs: int
     chunk: int
     prompt_only: int
+    joining: int = 0
 
 
 def plan_step(demands: Sequence[StepDemand], limits: Limits) -> list[Grant]:
@@ -77,20 +81,23 @@ def plan_step(demands: Sequence[StepDemand], limits: Limits) -> list[Grant]:
 def _prefill_grants(prefilling: Sequence[StepDemand], used: int, limits: Limits) -> list[Grant]:
     """Grants for prompts, in a step whose decodes use `used` tokens and rows of logits.
 
-    The first prompt in order gets at least half of the tokens. The shortest prompt may take the
-    other half. So a short prompt never waits until a long, older one is read, however slow the
-    machine is.
+    The first prompt in order gets at least half of the tokens. The shortest prompt of its tenant
+    may take the other half. So a short prompt never waits until a long, older one is read, however
+    slow the machine is. Prompts of other tenants must not make the step much longer that reads the
+    rest of the first prompt.
     """
     grants: list[Grant] = []
     if not prefilling:
         return grants
+    first = prefilling[0]
     shortest = _shortest(prefilling)
-    halved = shortest is not prefilling[0]
+    halved = shortest is not first
     order = [shortest, *(d for d in prefilling if d is not shortest)]
     rows = limits.n_outputs - used
     shared = used > 0
     room = min(limits.n_batch - used, limits.n_batch if shared else limits.prompt_only)
     for demand in order:
+        room = min(room, _most_tokens(demand, first, grants, limits))
         # A prompt with few tokens left is treated like a decoding stream, so it does not wait for a
         # long prompt.
         is_short = demand.prefill <= _SHORT_TOKENS
@@ -112,10 +119,22 @@ def _prefill_grants(prefilling: Sequence[StepDemand], used: int, limits: Limits)
 
 
 def _shortest(prefilling: Sequence[StepDemand]) -> StepDemand:
-    """The prompt with the fewest tokens, of any tenant. Only the first one may have a low
-    priority."""
-    normal = [d for d in prefilling if d.waited_s >= 0]
-    return min([prefilling[0], *normal], key=lambda d: d.prefill)
+    """The prompt with the fewest tokens, of the tenant that is next. Only the first one may have a
+    low priority."""
+    first = prefilling[0]
+    normal = [d for d in prefilling if d.waited_s >= 0 and d.computed == first.computed]
+    return min([first, *normal], key=lambda d: d.prefill)
+
+
+def _most_tokens(
+    demand: StepDemand, first: StepDemand, grants: Sequence[Grant], limits: Limits
+) -> int:
+    """How many tokens a prompt may have in the step: few if it is another tenant's, and the step
+    reads the rest of `first`."""
+    ends = Grant(first.key, first.prefill, prefill=True) in grants
+    if ends and demand.computed != first.computed:
+        return limits.joining
+    return limits.n_batch
 
 
 def _share(wanted: Sequence[int], budget: int) -> list[int]:

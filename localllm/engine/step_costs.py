@@ -220,6 +220,14 @@ class PrefillCost:
         """Expected seconds of `steps` steps with `n_tokens` tokens together."""
         return steps * self._fixed_s + n_tokens * self.token_s
 
+    @property
+    def cheap_tokens(self) -> int:
+        """The tokens that take as long as the fixed part of a step; 0 before the first
+        measurement."""
+        if self.token_s:
+            return int(self._fixed_s / self.token_s)
+        return 0
+
     def tokens_in(self, seconds: float) -> int:
         """The most tokens that a step of `seconds` can have; 0 before the first measurement."""
         if self.token_s:
@@ -313,14 +321,17 @@ class ChunkSizer(PrefillCost):
         decode_s = self.decode_s or PROMPT_STEP_S / _SLICE_RATIO**2
         return max(_SLICE_RATIO * decode_s - last_step_s, _MIN_SLICE * decode_s)
 
-    def prompt_tokens(self, step_s: float) -> int:
+    def prompt_tokens(self, step_s: float, *, several_keys: bool = False) -> int:
         """Prefill tokens allowed in a step without decoding that may take `step_s` (0: the speed
-        does not matter). A device gains from large steps, so its steps may take longer."""
+        does not matter). A device gains from large steps, so its steps may take longer.
+
+        If there are `several_keys`, a request of another key may arrive and wait for the step, so
+        a step that takes longer has one tile."""
         least = _PROMPT_CHUNK
         if self._on_device:
             least = _DEVICE_CHUNK
             step_s = max(step_s, _DEVICE_STEP_S)
-        elif step_s and self.seconds(least) > SINGLE_STEP_S:
+        elif step_s and self.seconds(least) > (step_s if several_keys else SINGLE_STEP_S):
             least = _TILE
         return min(self._n_batch, max(least, self.tokens_in(step_s) // _TILE * _TILE))
 

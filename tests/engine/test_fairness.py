@@ -121,6 +121,25 @@ def test_cached_prefixes_of_a_newcomer_come_before_those_of_a_crowd() -> None:
     assert n <= 2
 
 
+@pytest.mark.parametrize(("tenant", "most"), [("", 128), ("named", 64)])
+def test_prompts_of_a_key_are_read_in_steps_that_another_key_can_wait_for(
+    tenant: str, most: int
+) -> None:
+    """128 tokens take longer than a step should, but less than its limit."""
+    backend = ScriptedBackend(n_ctx=4096, n_seq_max=8, n_batch=128)
+    ticks = itertools.count(0.0, 0.2)
+    engine = Engine(backend, EngineSettings(headroom_bytes=0), clock=lambda: next(ticks))
+    read = []
+    for i in range(6):
+        request = asked(f"r{i}", f"{i} {LONG}", tenant, 1)
+        engine.submit(request, prompt_tokens(engine, request))
+    while engine.has_work:
+        before = engine.metrics.prefilled_tokens
+        engine.step()
+        read.append(engine.metrics.prefilled_tokens - before)
+    assert max(read[2:]) == most
+
+
 def test_a_short_prompt_does_not_wait_for_a_long_one_on_a_slow_machine() -> None:
     """Both are of one tenant, and 128 tokens take longer than age counts for them."""
     ticks = itertools.count(0.0, 1.0)

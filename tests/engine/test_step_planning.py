@@ -115,6 +115,23 @@ def test_the_oldest_and_the_shortest_prompt_are_both_in_the_step(
         assert got["long"] >= 64
 
 
+@pytest.mark.parametrize("streams", [0, 3])
+def test_a_prompt_is_read_without_those_of_a_tenant_that_is_not_next(streams: int) -> None:
+    """Its first token comes after as many tokens as if it were alone."""
+    decoding = [StepDemand(f"stream {i}", 0, 1, 0.0, 9000) for i in range(streams)]
+    crowd = [StepDemand(f"crowd {i}", 40 + i, 0, 9.0, 9000) for i in range(5)]
+    newcomer = StepDemand("newcomer", 70, 0, 0.0, 100)
+    demands = [*decoding, *crowd, newcomer]
+    grants = plan_step(demands, Limits(512, 16, 100, 128))
+    assert grants[streams:] == [Grant("newcomer", 70, prefill=True)]
+    with_others = plan_step(demands, Limits(512, 16, 100, 128, joining=24))
+    assert with_others[streams:] == [*grants[streams:], Grant("crowd 0", 24, prefill=True)]
+    long = plan_step(
+        [*decoding, *crowd, StepDemand("long", 700, 0, 0.0, 100)], Limits(512, 16, 100, 128)
+    )
+    assert [g.key for g in long[streams:]] == ["long"]
+
+
 def test_a_low_priority_takes_nothing_of_the_step() -> None:
     demands = [StepDemand("long", 2000, 0, 1.0), StepDemand("later", 30, 0, -29.0)]
     assert plan_step(demands, Limits(128, 8, 128, 128)) == [Grant("long", 128, prefill=True)]
@@ -135,6 +152,17 @@ def test_a_lone_prefill_takes_the_whole_batch_only_where_that_is_quick() -> None
         middle.observe(decoded=0, prefilled=n_tokens, seconds=n_tokens / 700)
     assert middle.prompt_tokens(0.35) == 192, "no tile of the attention is filled in part"
     assert middle.prompt_tokens(1.0) == 512
+
+
+def test_steps_are_shorter_if_another_key_may_wait_for_them() -> None:
+    sizer, fast = ChunkSizer(512), ChunkSizer(512)
+    sizer.observe(decoded=0, prefilled=128, seconds=0.6)
+    fast.observe(decoded=0, prefilled=128, seconds=0.1)
+    assert sizer.prompt_tokens(PROMPT_STEP_S) == 128
+    assert sizer.prompt_tokens(PROMPT_STEP_S, several_keys=True) == 64
+    assert sizer.prompt_tokens(SINGLE_STEP_S, several_keys=True) > 128
+    assert fast.prompt_tokens(PROMPT_STEP_S, several_keys=True) > 128
+    assert sizer.prompt_tokens(0.0, several_keys=True) == 128, "the same bits again"
 
 
 @pytest.mark.parametrize("token_s", [0.0005, 0.002, 0.004, 0.012, 0.03])
