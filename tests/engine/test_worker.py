@@ -397,6 +397,25 @@ def test_a_worker_that_nobody_hears_any_more_ends(
         assert child.wait(60) == 0
 
 
+def test_a_count_sends_no_tokens(few_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(_: Supervisor, engine: WorkerClient) -> None:
+        received: list[int] = []
+        deliver = engine.process.pipe_data_received
+
+        def hear(fd: int, data: bytes) -> None:
+            received.append(len(data))
+            deliver(fd, data)
+
+        monkeypatch.setattr(engine.process, "pipe_data_received", hear)
+        text = "a long text that goes on " * 4_000
+        n_tokens = await engine.count_tokens(text, add_bos=True)
+        assert sum(received) < 200
+        assert n_tokens == len(await engine.tokenize(text, add_bos=True))
+        assert await engine.count_tokens("") == 0
+
+    with_model(few_layers, use)
+
+
 def test_others_are_answered_before_a_long_text_is_tokenised(few_layers: Path) -> None:
     async def use(_: Supervisor, engine: WorkerClient) -> None:
         done: list[str] = []

@@ -129,6 +129,9 @@ class EngineThread:
         del media
         return self._tokenizer.tokens(text, special=special, add_bos=add_bos)
 
+    async def count_tokens(self, text: str, **options: Any) -> int:
+        return len(await self.tokenize(text, **options))
+
     async def snapshot(self) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         found: asyncio.Future[dict[str, Any]] = loop.create_future()

@@ -207,6 +207,10 @@ class ScriptedEngine:
         """Bytes; an image is as many as its mark."""
         return [BOS, *encode(text)] if add_bos and self.info.adds_bos else encode(text)
 
+    async def count_tokens(self, text: str, **options: Any) -> int:
+        """As many as `tokenize` returns."""
+        return len(await self.tokenize(text, **options))
+
     async def detokenize(self, tokens: list[int]) -> str:
         """Text of bytes."""
         return decode(tokens)

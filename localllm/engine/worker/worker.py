@@ -238,10 +238,10 @@ class Worker:
 
     def _tokenize(self, backend: Backend, message: Message) -> None:
         if _takes_long(message, "text"):
-            find = partial(self._tokens, backend, message)
+            find = partial(self._tokens_or_count, backend, message)
             self._preparer.submit(self._pipe.reply, message, find)
         else:
-            self._pipe.answer(message, self._tokens(backend, message))
+            self._pipe.answer(message, self._tokens_or_count(backend, message))
 
     def _detokenize(self, backend: Backend, message: Message) -> None:
         data = b"".join(backend.token_bytes(t, special=True) for t in message["tokens"])
@@ -298,6 +298,13 @@ class Worker:
         else:
             self._inbox.put({"op": "submit", "request": request, "tokens": tokens, "media": media})
         self._preparing.discard(str(sent.get("id", "")))
+
+    def _tokens_or_count(self, backend: Backend, sent: Message) -> list[int] | int:
+        """The answer to a "tokenize" question, which may ask for the number of tokens only."""
+        tokens = self._tokens(backend, sent)
+        if sent.get("counts"):
+            return len(tokens)
+        return tokens
 
     def _tokens(self, backend: Backend, sent: Message) -> list[int]:
         """The tokens of the text in a "tokenize" question, with those of its media."""

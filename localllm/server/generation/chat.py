@@ -92,7 +92,7 @@ async def count_tokens(
     text that exceeds the engine's limit, the number is approximate."""
     images = {mark: file for mark, file in files.items() if mark in text}
     try:
-        return len(await engine.tokenize(text, add_bos=add_bos, media=images or None))
+        return await engine.count_tokens(text, add_bos=add_bos, media=images or None)
     except ContextLengthError as e:
         if e.counts is None:
             raise
