@@ -39,6 +39,7 @@ from localllm.server.generation.job import (
     ReplyWriter,
     empty_reply,
 )
+from localllm.server.generation.length_check import check_fits
 from localllm.server.generation.pdf_reading import PdfReader
 from localllm.server.generation.sound_reading import Hearing, SoundReader
 from localllm.server.generation.summarising import Summarising, answer_to_summary
@@ -345,6 +346,8 @@ class Server:
         with self.serving(model, translated.keep_s), self.agents.running(task):
 
             async def prepared(engine: EngineClient) -> GenerationJob:
+                if isinstance(task, ChatRequest):
+                    await check_fits(task, engine)
                 job = await self.job(task, model, engine)
                 if isinstance(task, ChatRequest) and task.summary is not None:
                     job = await self._summarised(task, job, model, engine, background=background)

@@ -287,6 +287,31 @@ def test_a_conversation_longer_than_every_context_is_refused_before_its_template
         assert "it was asked" in _post(server, _chat("hi")).json()["error"]["message"]
 
 
+class Counting(ScriptedEngine):
+    """Counts the characters that it is sent."""
+
+    sent_chars = 0
+
+    async def count_tokens(self, text: str, **options: Any) -> int:
+        self.sent_chars += len(text)
+        return await super().count_tokens(text, **options)
+
+
+def test_the_beginning_of_a_text_shows_that_it_is_far_too_long() -> None:
+    """Neither the template nor the worker gets it all."""
+    engine = Counting(n_ctx=256, chat_template="{{ raise_exception('it was asked') }}")
+    sent = {"messages": [{"role": "user", "content": "word " * 20_000}]}
+    with running_server({"tiny": engine}, api_key="s3cret") as server:
+        refused = _post(server, json.dumps(sent).encode())
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert "100000 tokens" in refused.json()["error"]["message"]
+        assert 0 < engine.sent_chars < 10_000
+        assert not engine.requests
+        rendered = _post(server, json.dumps({**sent, "truncation": "auto"}).encode())
+        assert "it was asked" in rendered.json()["error"]["message"]
+
+
 def test_bodies_that_come_have_a_common_bound_and_small_ones_are_not_kept_out() -> None:
     large = _chat("word " * 100_000)
     head = (
