@@ -161,7 +161,10 @@ def here(few_layers: Path, relay: Relay) -> Iterator[Running]:
 def test_prompts_are_read_there_and_the_text_is_the_same(
     here: Running, alone: Running, sender: Running
 ) -> None:
-    lengths = [500 + 97 * seed for seed in range(20)]
+    # Twenty fills of the last block, after 5 to 9 whole ones, and a prompt of 36 blocks.
+    fills = [(500 + 97 * seed) % BLOCK_TOKENS for seed in range(20)]
+    lengths = [(5 + seed % 5) * BLOCK_TOKENS + fill for seed, fill in enumerate(fills)]
+    lengths.append(2343)
     for seed, n_tokens in enumerate(lengths):
         prompt = words(seed, n_tokens)
         answer = ask(here, prompt, logprobs=3)
