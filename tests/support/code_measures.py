@@ -87,19 +87,35 @@ def is_packed(node: ast.AST) -> bool:
     return stored != {ast.unparse(element) for element in node.value.elts}
 
 
-def broken_strings(text: str) -> int:
-    """The number of adjacent string literals of which one has at most `SHORT_PIECE` characters."""
+@dataclass(frozen=True)
+class Lexed:
+    """The number of broken strings of a file, and its comments with the number of their lines.
+
+    A string is broken if it is adjacent to another and one of both has at most `SHORT_PIECE`
+    characters.
+    """
+
+    n_broken_strings: int
+    comments: list[tuple[int, str]]
+
+
+@cache
+def lexed(text: str) -> Lexed:
+    """Cached, because the tokenizer takes longer than the parser."""
     n = 0
     previous = None
+    comments = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.STRING:
             length = len(token.string.lstrip("rbfuRBFU").strip("\"'"))
             if previous is not None and min(length, previous) <= SHORT_PIECE:
                 n += 1
             previous = length
-        elif token.type not in (tokenize.NL, tokenize.COMMENT):
+        elif token.type == tokenize.COMMENT:
+            comments.append((token.start[0], token.string))
+        elif token.type != tokenize.NL:
             previous = None
-    return n
+    return Lexed(n, comments)
 
 
 def branches(nodes: Iterable[ast.AST]) -> int:
@@ -186,7 +202,7 @@ def measure_file(path: str, text: str) -> tuple[Measures, Counter[str]]:
     nodes = all_nodes(tree)
     texts_only = docstrings(nodes)
     totals["nodes"] = size(nodes) - 2 * len(texts_only)
-    measures.add("broken_strings", broken_strings(text))
+    measures.add("broken_strings", lexed(text).n_broken_strings)
     for node in nodes:
         if isinstance(node, ast.stmt) and id(node) not in texts_only:
             totals["statements"] += 1

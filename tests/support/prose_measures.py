@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from functools import cache
 
-from support.code_measures import ROOT, Function, sources
+from support.code_measures import ROOT, Function, all_nodes, lexed, sources, syntax
 
 # A match is no verdict ("behind a proxy" is fine), but plain technical English has few of these.
 HABITS = {
@@ -48,23 +46,21 @@ def paragraphs_of_page(text: str) -> Iterator[str]:
             part.append(line.strip())
 
 
-def paragraphs_of_code(text: str) -> Iterator[str]:
+def paragraphs_of_code(path: str, text: str) -> Iterator[str]:
     """The docstrings and comments of a file. Comments on consecutive lines are one paragraph."""
-    for node in ast.walk(ast.parse(text)):
+    for node in all_nodes(syntax(path, text)):
         if isinstance(node, ast.Module | ast.ClassDef | Function):
             docstring = ast.get_docstring(node)
             if docstring:
                 yield " ".join(docstring.split())
     part: list[str] = []
     last_line = -9
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type != tokenize.COMMENT:
-            continue
-        if token.start[0] != last_line + 1 and part:
+    for line, comment in lexed(text).comments:
+        if line != last_line + 1 and part:
             yield " ".join(part)
             part = []
-        part.append(token.string.lstrip("# "))
-        last_line = token.start[0]
+        part.append(comment.lstrip("# "))
+        last_line = line
     if part:
         yield " ".join(part)
 
@@ -92,7 +88,7 @@ def prose() -> dict[str, float]:
     texts = [page.read_text("utf-8") for page in pages]
     docs = figures(paragraph for text in texts for paragraph in paragraphs_of_page(text))
     code = figures(
-        paragraph for text in sources().values() for paragraph in paragraphs_of_code(text)
+        paragraph for file in sources().items() for paragraph in paragraphs_of_code(*file)
     )
     found = {f"docs_{name}": n for name, n in docs.items()}
     return found | {f"code_{name}": n for name, n in code.items()}
