@@ -266,9 +266,10 @@ def test_the_same_pixels_have_the_same_key_and_others_another(backend: Any) -> N
 def test_a_large_picture_is_bounded_and_takes_what_was_planned(family: str, tmp_path: Path) -> None:
     import mlx.core as mx
 
+    # No text model here has three heads, which the plan may not confuse with the tower's.
     # Qwen's two layers differ; one of the others' holds as much at once as several.
     layers = 2 if family.startswith("qwen") else 1
-    folder = tiny_mlx_vision.write(tmp_path / "large", family, side_px=256, heads=4, layers=layers)
+    folder = tiny_mlx_vision.write(tmp_path / "large", family, side_px=256, heads=3, layers=layers)
     unloaded = mx.get_active_memory()
     backend = backend_type.load(spec_of(folder))
     laid_out = backend.tokenize_media([pixels(900, 900, 1)])
