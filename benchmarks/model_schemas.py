@@ -16,6 +16,7 @@ import argparse
 import enum
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ import jsonschema
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 _ZOD = Path(__file__).with_name("data") / "zod_schemas.json"
+_MOST_TRIES = 20
 _TOPICS = (
     "Invoice", "Recipe", "Person", "Meeting", "Ticket", "Product", "Review", "Flight", "Song",
     "Patient", "Contract", "Experiment", "Sprint", "Vehicle", "Course", "Citation", "Order",
@@ -172,6 +174,17 @@ def closed(schema: Any) -> Any:
     return parts
 
 
+def posted(http: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
+    """Return the response to `body`, which is sent again while the server is busy. Raises
+    httpx.HTTPStatusError."""
+    for _ in range(_MOST_TRIES):
+        reply = http.post(path, json=body)
+        if reply.status_code != 503:
+            break
+        time.sleep(float(reply.headers.get("retry-after", 1)))
+    return reply.raise_for_status()
+
+
 def answer(
     http: httpx.Client, model: str, schema: dict[str, Any], seed: int, limit: int, ollama: bool
 ) -> str | None:
@@ -181,12 +194,12 @@ def answer(
     if ollama:
         options = {"seed": seed, "num_predict": limit}
         body = {"model": model, "messages": messages, "format": schema, "stream": False}
-        reply = http.post("/api/chat", json={**body, "options": options}).raise_for_status().json()
+        reply = posted(http, "/api/chat", {**body, "options": options}).json()
         return None if reply["done_reason"] == "length" else reply["message"]["content"]
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     body = {"model": model, "messages": messages, "response_format": form, "seed": seed}
-    reply = http.post("/v1/chat/completions", json={**body, "max_tokens": limit})
-    choice = reply.raise_for_status().json()["choices"][0]
+    reply = posted(http, "/v1/chat/completions", {**body, "max_tokens": limit})
+    choice = reply.json()["choices"][0]
     return None if choice["finish_reason"] == "length" else choice["message"]["content"]
 
 
