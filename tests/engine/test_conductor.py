@@ -130,7 +130,7 @@ def test_what_a_transfer_took_changes_the_choice() -> None:
     assert chosen(found) is None
 
 
-def test_a_block_that_does_not_come_costs_the_time_of_one_block() -> None:
+def test_a_block_that_does_not_come_costs_the_time_of_256_tokens() -> None:
     """A block is due after 0.256 s, and computing it here takes 2.56 s."""
     now_s = 0.0
     found = conductor(0.01, 0.001, clock=lambda: now_s)

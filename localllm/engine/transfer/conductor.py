@@ -31,11 +31,13 @@ from localllm.engine.step_costs import PrefillCost
 from localllm.engine.transfer.errors import REASONS, TransferError
 from localllm.engine.transfer.fetching import FetchedBlock, KvFetch, WantedKv
 from localllm.engine.transfer.peer import KvPeer
-from localllm.engine.transfer.wire import BLOCK_TOKENS
 from localllm_backends.contract import Backend, BackendFailure, NoCellsError
 
+# tokens. The other server sends the blocks of one step together. So the next block may take as long
+# as the part of the prompt that a step reads.
+_PART_TOKENS = 256
 # tokens. A shorter rest of a prompt is always computed here.
-_LEAST_TOKENS = 256
+_LEAST_TOKENS = _PART_TOKENS
 # The cost of reading a prompt here while streams decode.
 _WITH_STREAMS = 2.0
 # tokens. A shorter beginning is not copied, unless the whole prompt is read there.
@@ -164,7 +166,7 @@ class Conductor:
             rest_s = self.speed.seconds(fetch.stop - fetch.received)
             expected_s = _UNKNOWN_S + _COPY_PATIENCE * rest_s
             return self.clock() - fetch.moved_s > expected_s + self.patience_s
-        n_tokens = BLOCK_TOKENS
+        n_tokens = _PART_TOKENS
         if fetch.whole:
             n_tokens = fetch.stop
         expected_s = fetch.peer.cost.seconds(n_tokens) or _UNKNOWN_S

@@ -21,8 +21,8 @@ from localllm.engine.transfer.frames import (
     STATE,
 )
 
-# tokens of a block. If the other server stalls, about the time of one block is lost. And streams wait
-# while a block is checked and imported, so a block is far shorter than one in the cache.
+# tokens of a block. Streams wait while a block is checked and imported, so it is far shorter than a
+# block in the cache.
 BLOCK_TOKENS = 64
 # blocks that may be computed and not yet be read by the other server.
 CREDITS = 12
