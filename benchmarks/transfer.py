@@ -9,9 +9,10 @@ and for each link, the prefill server reads a new prompt for itself. Then the de
 prompts read there: alone, and while a stream decodes. Bars: the first token within 1.15 times
 max(computing there, bytes ÷ link), and no gap of the stream longer than 2 of its token times.
 
-Two machines would share nothing, but two cores share caches and memory. So the stream's token time
-is that while the prefill server reads a prompt for itself, and the longest gap of that time is
-reported next to the one of the transfer.
+Two machines would share nothing, but two cores share caches and memory. And a token takes longer
+the more tokens the stream has. So the stream's token time is the mean of two medians: before and
+after the transfer, while the prefill server reads a prompt for itself. The longest gap of these times
+is reported next to the one of the transfer.
 
 Other programs make both bars meaningless. A measurement counts only if they took at most the share
 `--others` of the processors meanwhile. It is repeated otherwise, until `--minutes` are over. Processor
@@ -113,35 +114,32 @@ def prompts(n_tokens: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Gaps:
-    """The longest gaps of a stream: while the prefill server reads a prompt for itself (`control`),
-    while KV is imported (`importing`), and after both answers (`after`), in its own token times; and
-    while both requests decode (`joined`), in token times of these steps. One of these is
-    `joined_token` of its own token times."""
+    """The longest gaps of a stream in its own token times: while the prefill server reads prompts for
+    itself (`control`), and while KV is imported (`importing`). `joined`: while both requests decode,
+    in token times of these steps. One of these is `joined_token` of its own token times."""
 
     control: float
     importing: float
     joined: float
     joined_token: float
-    after: float
 
     @classmethod
-    def of(cls, stream: Answer, control: Answer, streamed: Answer) -> Gaps:
-        """Those of `stream` while the prefill server read `control` for itself, during the transfer
-        for `streamed`, and after it."""
-        undisturbed_s = stream.gaps_s(control.began_s, control.times_s[0])
-        token_s = statistics.median(undisturbed_s)
+    def of(cls, stream: Answer, controls: Sequence[Answer], streamed: Answer) -> Gaps:
+        """Those of `stream` while the prefill server read `controls` for itself, and during the
+        transfer for `streamed`."""
         first_s = streamed.times_s[0]
         last_s = streamed.times_s[-1]
+        undisturbed = [stream.gaps_s(read.began_s, read.times_s[0]) for read in controls]
+        token_s = statistics.fmean(map(statistics.median, undisturbed))
         joined_s = statistics.median(stream.gaps_s(first_s, last_s))
         # Both requests get a token of the first and the last joined step, in either order.
         imported_s = first_s - joined_s / 2
         ended_s = last_s + joined_s / 2
         return cls(
-            max(undisturbed_s) / token_s,
+            max(max(gaps_s) / statistics.median(gaps_s) for gaps_s in undisturbed),
             max(stream.gaps_s(streamed.began_s, imported_s)) / token_s,
             max(stream.gaps_s(imported_s, ended_s)) / joined_s,
             joined_s / token_s,
-            max(stream.gaps_s(ended_s, stream.times_s[-1])) / token_s,
         )
 
 
@@ -196,8 +194,7 @@ class Link:
             f"= {_range(ratios)} × the longer one (bar 1.15); with a stream "
             f"{median(lambda t: t.streamed_s):.2f} s. Longest gap {_range(importing)} token "
             f"times (bar 2; {median(lambda t: t.gaps.control):.2f} without a transfer), then {_range(joined)} of both, each "
-            f"{median(lambda t: t.gaps.joined_token):.2f} times as long; afterwards "
-            f"{median(lambda t: t.gaps.after):.2f}. Processor there "
+            f"{median(lambda t: t.gaps.joined_token):.2f} times as long. Processor there "
             f"{median(lambda t: t.there_cpu_s):.2f} s = {_range([*map(_cpu_ratio, self.transfers)])} × "
             f"its own reading, here {median(lambda t: t.here_cpu_s):.2f} s. Other programs took "
             f"{median(lambda t: t.others):.0%}"
@@ -236,7 +233,7 @@ class Pair:
         n_bytes = self.relay.passed_bytes - passed
         there_cpu_s, here_cpu_s = self.there.cpu_s() - cpu_s, self.here.cpu_s() - here_cpu_s
         _say(f"{link.gbit_s:g} Gbit/s: transferred in {answer.first_s:.2f} s")
-        stream, control, streamed = self._with_stream(until_s)
+        stream, controls, streamed = self._with_stream(until_s)
         taken_s = self._taken_by_others_s() - taken_s
         clock_s = time.perf_counter() - clock_s
         return Transfer(
@@ -247,15 +244,15 @@ class Pair:
             here_cpu_s,
             n_bytes,
             streamed.first_s,
-            Gaps.of(stream, control, streamed),
+            Gaps.of(stream, controls, streamed),
             taken_s / clock_s / len(os.sched_getaffinity(0)),
         )
 
-    def _with_stream(self, until_s: float) -> tuple[Answer, Answer, Answer]:
-        """While a stream decodes here, have a prompt read there for itself, then one for here.
-        Returns the stream, which decodes as long again after that, and the two answers."""
+    def _with_stream(self, until_s: float) -> tuple[Answer, Sequence[Answer], Answer]:
+        """While a stream decodes here, have a prompt read there for here. Before and after that, one
+        is read there for itself. Returns the stream, the two answers there, and the one here."""
         stream = Answer(until_s)
-        control = Answer(until_s)
+        controls = [Answer(until_s), Answer(until_s)]
         streaming = threading.Thread(
             target=ask,
             args=[self.here.port, next(self.prompts)[:40], _STREAM_TOKENS, stream],
@@ -265,17 +262,15 @@ class Pair:
         try:
             while len(stream.times_s) < _WARM_TOKENS and streaming.is_alive():
                 time.sleep(0.01)
-            ask(self.there.port, next(self.prompts), 1, control)
+            ask(self.there.port, next(self.prompts), 1, controls[0])
             streamed = self._read_there(until_s, _JOINED_TOKENS)
-            ended_s = streamed.times_s[-1]
-            while time.perf_counter() < ended_s + streamed.first_s and streaming.is_alive():
-                time.sleep(0.01)
+            ask(self.there.port, next(self.prompts), 1, controls[1])
             if not streaming.is_alive():
                 raise ConnectionError("the stream ended before the transfer")
         finally:
             stream.enough.set()
             streaming.join(_SILENCE_S)
-        return stream, control, streamed
+        return stream, controls, streamed
 
     def _read_there(self, until_s: float, n_tokens: int = 1) -> Answer:
         answer = Answer(until_s)
