@@ -56,6 +56,14 @@ def read(path: Path) -> dict[str, Any]:
     return {}
 
 
+def entries(path: Path, name: str) -> list[Any]:
+    """Return the list of that name in a file's object, or [] if there is no list."""
+    found = read(path).get(name)
+    if isinstance(found, list):
+        return found
+    return []
+
+
 def record(kind: type[T], entry: Any) -> T | None:
     """Build the dataclass `kind` from `entry`, ignoring unknown fields. Returns None if a field has
     the wrong type or is missing."""

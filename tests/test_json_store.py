@@ -39,6 +39,15 @@ def test_a_damaged_file_is_an_empty_one(tmp_path: Path, content: bytes | None) -
     assert json_store.read(file) == {}
 
 
+@pytest.mark.parametrize("content", ["", "7", "[7]", "{}", '{"runs": 7}', '{"runs": {"a": 7}}'])
+def test_a_file_without_the_list_has_no_entries(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(content)
+    assert json_store.entries(file, "runs") == []
+    file.write_text('{"runs": [7]}')
+    assert json_store.entries(file, "runs") == [7]
+
+
 def test_a_file_is_read_up_to_a_size(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     json_store.write(file, {"a": 1})

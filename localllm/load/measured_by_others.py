@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from localllm import json_store, paths
 from localllm.device.types import Device
@@ -89,20 +90,25 @@ def write(rows: Iterable[SharedRow]) -> Path:
     return target
 
 
-def read() -> list[SharedRow]:
-    """Return the stored rows. A missing or damaged file counts as empty."""
-    entries = json_store.read(paths.shared_rows_file()).get("rows", [])
-    found = (json_store.record(SharedRow, entry) for entry in entries)
-    return [row for row in found if row is not None]
+def read(device: Device) -> list[SharedRow]:
+    """Return the stored rows of machines like `device`. A missing or damaged file counts as
+    empty."""
+    found = []
+    for entry in json_store.entries(paths.shared_rows_file(), "rows"):
+        # Most rows are of other machines, and checking a row takes longer than comparing names.
+        if not isinstance(entry, dict) or not _has_name(entry, device):
+            continue
+        row = json_store.record(SharedRow, entry)
+        if row is not None and _has_memory(row, device):
+            found.append(row)
+    return found
 
 
 def for_planner(device: Device, models: Mapping[str, Model]) -> tuple[Measured, ...]:
     """Return the stored figures of machines like `device`, without those that its memory could not
     deliver."""
     found = []
-    for row in read():
-        if not _is_same_machine(row, device):
-            continue
+    for row in read(device):
         record = measurements.Record(
             machine=device.name,
             model=row.model,
@@ -129,9 +135,13 @@ def for_planner(device: Device, models: Mapping[str, Model]) -> tuple[Measured, 
     return tuple(found)
 
 
-def _is_same_machine(row: SharedRow, device: Device) -> bool:
-    if row.device != device.name and (not row.match or row.match != device.match):
-        return False
+def _has_name(entry: Mapping[str, Any], device: Device) -> bool:
+    if device.match and entry.get("match") == device.match:
+        return True
+    return entry.get("device") == device.name
+
+
+def _has_memory(row: SharedRow, device: Device) -> bool:
     ratio = row.device_memory_bytes / max(1, device.memory.total_bytes)
     return abs(math.log(ratio)) < _SAME_MEMORY
 

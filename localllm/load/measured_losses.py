@@ -35,7 +35,7 @@ def losses_file() -> Path:
 
 def read_losses() -> list[MeasuredLoss]:
     """Return all readable losses, oldest first. A missing or damaged file counts as empty."""
-    entries = json_store.read(losses_file()).get("losses", [])
+    entries = json_store.entries(losses_file(), "losses")
     found = (json_store.record(MeasuredLoss, entry) for entry in entries)
     return [loss for loss in found if loss is not None]
 

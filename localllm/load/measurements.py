@@ -62,7 +62,7 @@ def path() -> Path:
 
 def load(file: Path | None = None) -> list[Record]:
     """Return all readable records, oldest first. A missing or damaged file counts as empty."""
-    entries = json_store.read(file or path()).get("runs", [])
+    entries = json_store.entries(file or path(), "runs")
     found = (json_store.record(Record, entry) for entry in entries)
     return [record for record in found if record is not None and record.decode_tok_s > 0]
 

@@ -79,7 +79,7 @@ class Warming:
         self._prefill: asyncio.Task[None] | None = None
         self.done = asyncio.Event()
         if request is None:
-            found = json_store.read(kept_path()).get("instructions", [])
+            found = json_store.entries(kept_path(), "instructions")
             entries = [json_store.record(Instructions, entry) for entry in found[-_MAX_KEPT:]]
             self._kept = {_key(entry): entry for entry in entries if entry is not None}
 

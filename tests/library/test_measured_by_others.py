@@ -151,9 +151,9 @@ def test_another_machine_or_file_and_impossible_speeds_change_no_plan(
 def test_lines_that_are_no_measurement_are_left_out(tmp_path: Path, line: Any) -> None:
     done = update(tmp_path, [line, row("issue 2", 30.0)])
     assert done.exit_code == 0, done.output
-    assert "1 speeds measured by others, from 1 sources" in done.output
+    assert "speeds measured by others: 1 (sources: 1)" in done.output
     assert "left out: 1 lines" in done.output
-    assert [found.source for found in measured_by_others.read()] == ["issue 2"]
+    assert [found.source for found in measured_by_others.read(resolve(MACHINE))] == ["issue 2"]
 
 
 def test_a_file_without_rows_or_without_encryption_is_refused(tmp_path: Path) -> None:
@@ -167,6 +167,14 @@ def test_a_file_without_rows_or_without_encryption_is_refused(tmp_path: Path) ->
     ):
         wanted = ["catalog", "update", MODEL, "--measured-rows", place]
         assert isinstance(CliRunner().invoke(app, wanted).exception, error), place
+
+
+@pytest.mark.parametrize("text", ["", "[", "7", '{"rows": 7}', '{"rows": [7, {}, null]}'])
+def test_a_damaged_file_changes_no_plan(text: str) -> None:
+    before = decode()
+    paths.private_dir(paths.data_dir())
+    paths.write_private(paths.shared_rows_file(), text)
+    assert decode() == before
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def _update_rows(place: str, *, dry_run: bool) -> None:
             hint="it needs a line of `localllm bench --share` for each, with its `source`",
         )
     n_sources = len({row.source for row in rows})
-    print(f"{len(rows)} speeds measured by others, from {n_sources} sources")
+    print(f"speeds measured by others: {len(rows)} (sources: {n_sources})")
     if len(rows) < n_lines:
         print(f"left out: {n_lines - len(rows)} lines that are no measurement", file=sys.stderr)
     if not dry_run:
