@@ -68,19 +68,18 @@ class SharedRow:
             raise ValueError("its source or its engine is unknown")
 
 
-def rows_of(text: bytes) -> list[SharedRow]:
-    """Return the usable rows of a file, at most `_MOST_ROWS`. Other lines are left out."""
+def rows_of(text: bytes) -> tuple[list[SharedRow], int]:
+    """Return the usable rows of a file, at most `_MOST_ROWS`, and the number of its other lines."""
+    lines = [line for line in text.splitlines() if line.strip()]
     found = []
-    for line in text.splitlines()[:_MOST_ROWS]:
-        if not line.strip():
-            continue
+    for line in lines[:_MOST_ROWS]:
         try:
             row = json_store.record(SharedRow, parse(line, _MOST_CHARS).value)
         except MalformedError:
             continue
         if row is not None:
             found.append(row)
-    return found
+    return found, len(lines) - len(found)
 
 
 def write(rows: Iterable[SharedRow]) -> Path:

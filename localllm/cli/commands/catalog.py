@@ -87,9 +87,7 @@ def _update_rows(place: str, *, dry_run: bool) -> None:
     from localllm.library import small_file
     from localllm.load import measured_by_others
 
-    text = small_file.read(place)
-    rows = measured_by_others.rows_of(text)
-    n_lines = sum(1 for line in text.splitlines() if line.strip())
+    rows, n_left_out = measured_by_others.rows_of(small_file.read(place))
     if not rows:
         raise UsageError(
             f"{place} has no row of a measurement",
@@ -97,8 +95,8 @@ def _update_rows(place: str, *, dry_run: bool) -> None:
         )
     n_sources = len({row.source for row in rows})
     print(f"speeds measured by others: {len(rows)} (sources: {n_sources})")
-    if len(rows) < n_lines:
-        print(f"left out: {n_lines - len(rows)} lines that are no measurement", file=sys.stderr)
+    if n_left_out:
+        print(f"left out: {n_left_out} lines that are no measurement", file=sys.stderr)
     if not dry_run:
         print(f"wrote {measured_by_others.write(rows)}", file=sys.stderr)
 

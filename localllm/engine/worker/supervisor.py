@@ -387,20 +387,16 @@ class EngineClient(ABC):
         An embedding model adds its own special tokens, whatever the arguments. Raises
         ContextLengthError if the text is longer than any model accepts.
         """
-        message = {"op": "tokenize", "text": text, "special": special, "add_bos": add_bos}
-        if media:
-            message["media"] = media
-        return cast("list[int]", await self.process.ask(message))
+        question = _tokenize_question(text, special=special, add_bos=add_bos, media=media)
+        return cast("list[int]", await self.process.ask(question))
 
     async def count_tokens(
         self, text: str, *, add_bos: bool = False, media: dict[str, str] | None = None
     ) -> int:
         """The number of tokens that `tokenize` returns. Their ids are not sent: those of a long text
         are a megabyte of JSON, which delays both processes."""
-        message = {"op": "tokenize", "text": text, "special": True, "add_bos": add_bos}
-        if media:
-            message["media"] = media
-        return cast("int", await self.process.ask({**message, "counts": True}))
+        question = _tokenize_question(text, special=True, add_bos=add_bos, media=media)
+        return cast("int", await self.process.ask({**question, "counts": True}))
 
     async def detokenize(self, tokens: list[int]) -> str:
         """The text of `tokens`. Bytes that are not UTF-8 become surrogate escapes (PEP 383)."""
@@ -422,3 +418,12 @@ class EngineClient(ABC):
 
     async def close(self) -> None:
         await self.process.close()
+
+
+def _tokenize_question(
+    text: str, *, special: bool, add_bos: bool, media: dict[str, str] | None
+) -> dict[str, Any]:
+    question = {"op": "tokenize", "text": text, "special": special, "add_bos": add_bos}
+    if media:
+        question["media"] = media
+    return question
