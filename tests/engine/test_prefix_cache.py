@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from localllm.engine.cache.eviction import Block
-from localllm.engine.cache.tree import Match, PrefixCache, common_prefix
+from localllm.engine.cache.eviction import Block, IdleSequence
+from localllm.engine.cache.matching import FollowedTree
+from localllm.engine.cache.tree import Match, PrefixCache, as_tokens, common_prefix
 from support.examples import examples
 
 # A tiny alphabet makes shared prefixes, splits and repeats the rule instead of the exception.
@@ -211,6 +212,8 @@ class History(RuleBasedStateMachine):
         super().__init__()
         self.cache = PrefixCache(capacity_bytes=60)
         self.held: list[tuple[Match, list[int]]] = []
+        self.resident: list[IdleSequence] = []
+        self.followed = FollowedTree(self.cache)
 
     @rule(line=lines, size=st.integers(1, 25))
     def insert(self, line: list[int], size: int) -> None:
@@ -236,6 +239,16 @@ class History(RuleBasedStateMachine):
         match, _ = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.cache.unlock(match)
 
+    @rule(line=lines)
+    def compute(self, line: list[int]) -> None:
+        self.resident.append(IdleSequence(0, as_tokens(line)))
+
+    @precondition(lambda self: self.resident)
+    @rule(data=st.data(), n_tokens=st.integers(0, 12))
+    def truncate(self, data: st.DataObject, n_tokens: int) -> None:
+        idle = self.resident[data.draw(st.integers(0, len(self.resident) - 1))]
+        idle.tokens = idle.tokens[:n_tokens]
+
     @rule(need=st.integers(0, 60))
     def evict(self, need: int) -> None:
         self.cache.budget.make_room(need)
@@ -246,6 +259,12 @@ class History(RuleBasedStateMachine):
         for _, line in self.held:
             assert self.cache.peek(line).length == len(line), "a held prefix was evicted"
         assert self.cache.held_bytes <= 60
+        if not self.cache.indivisible:
+            for idle in self.resident:
+                blocks = self.cache.on_path(idle.tokens)
+                found = [block for block in blocks if block.stop <= len(idle.tokens)]
+                copies = self.followed.copies(idle, len(idle.tokens))
+                assert [block for _, block in copies] == found
 
 
 class WholeHistory(History):

@@ -216,7 +216,7 @@ class CacheBudget:
     @property
     def _is_writing(self) -> bool:
         """True while a block in memory is being written. It can be demoted afterwards."""
-        return any(candidate.block.pending for candidate in self.candidates())
+        return any(candidate.block.pending for candidate in self.unlocked())
 
     def _on_path(self, prefix: Tokens | None) -> set[Block]:
         """The blocks along `prefix`; empty if it is None."""
@@ -254,10 +254,13 @@ class CacheBudget:
 
         With `pending_last`, blocks that are being written come last.
         """
-        found = chain.from_iterable(pool.candidates() for pool in self.pools)
         return sorted(
-            found, key=lambda c: (pending_last and c.block.pending, c.last_used, -c.depth)
+            self.unlocked(), key=lambda c: (pending_last and c.block.pending, c.last_used, -c.depth)
         )
+
+    def unlocked(self) -> Iterable[Candidate]:
+        """Blocks that hold memory and are not locked, in no order."""
+        return chain.from_iterable(pool.candidates() for pool in self.pools)
 
     def _evict(
         self,

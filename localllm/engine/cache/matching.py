@@ -14,7 +14,16 @@ from weakref import WeakKeyDictionary
 
 from localllm.engine.cache import tunables
 from localllm.engine.cache.eviction import Block, IdleSequence
-from localllm.engine.cache.tree import CachedPart, Match, PrefixCache, as_tokens, common_prefix
+from localllm.engine.cache.tree import (
+    CachedPart,
+    Match,
+    Node,
+    PrefixCache,
+    as_tokens,
+    common_prefix,
+    path_to,
+    uses_block,
+)
 from localllm.engine.tokens import Tokens
 
 # --- shared prefixes with sequences ---------------------------------------------------------------
@@ -71,6 +80,39 @@ class PromptMatch:
         if self._planned is None or self._planned[0] != version:
             self._planned = version, make(self.tokens)
         return self._planned[1]
+
+
+class FollowedTree:
+    """How far each sequence in the context follows a tree of KV, remembered."""
+
+    def __init__(self, tree: PrefixCache) -> None:
+        self._tree = tree
+        # The deepest node whose tokens all belong to the sequence, as last seen.
+        self._reached: WeakKeyDictionary[TokenSequence, Node] = WeakKeyDictionary()
+
+    def copies(self, sequence: TokenSequence, n_tokens: int) -> Iterator[tuple[PrefixCache, Block]]:
+        """The blocks that end within the first `n_tokens` of `sequence`, in order, and their tree.
+
+        They are those of `PrefixCache.on_path`, but only new tokens are compared.
+        """
+        n_tokens = min(n_tokens, len(sequence.tokens))
+        node = self._reached.get(sequence, self._tree.root)
+        # The node may have been removed since, or the sequence truncated.
+        while node.parent is not None and (node.stop > n_tokens or not node.is_placed):
+            node = node.parent
+        known = node.stop
+        last: Node | None = node
+        while last is not None and known == last.stop:
+            node = last
+            last = node.children.get(sequence.cache_tokens(known, known + 1).tobytes())
+            if last is not None:
+                known += common_prefix(
+                    last.tokens, sequence.cache_tokens(known, min(last.stop, n_tokens))
+                )
+        self._reached[sequence] = node
+        path = [n for n in path_to(last or node) if uses_block(n, min(n.stop, known))]
+        blocks = dict.fromkeys(n.block for n in path if n.block is not None)
+        return ((self._tree, block) for block in blocks if block.stop <= n_tokens)
 
 
 # --- planning the restoration ---------------------------------------------------------------------

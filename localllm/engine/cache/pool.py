@@ -22,7 +22,13 @@ from dataclasses import replace
 
 from localllm.engine.cache import eviction, tunables
 from localllm.engine.cache.eviction import Block, IdleSequence
-from localllm.engine.cache.matching import NO_SOURCE, PrefixSource, PromptMatch, RunningSequence
+from localllm.engine.cache.matching import (
+    NO_SOURCE,
+    FollowedTree,
+    PrefixSource,
+    PromptMatch,
+    RunningSequence,
+)
 from localllm.engine.cache.restore import Restoration
 from localllm.engine.cache.store import KvStore, checkpoints
 from localllm.engine.cache.tree import PrefixCache
@@ -39,6 +45,7 @@ class SequencePool:
         self._backend = backend
         self.kv = kv
         self.cache = kv.cache
+        self._followed = FollowedTree(kv.cache)
         self._can_split = backend.capabilities.rewind == "any"
         self.idle: list[IdleSequence] = []
         self.running: Mapping[str, RunningSequence] = {}
@@ -397,15 +404,9 @@ class SequencePool:
             return
         for job in self.running.values():
             if job.sequence not in (None, self._leaving):
-                yield from self._cached_copies(
-                    job.cache_tokens(0, self._backend.length(job.sequence))
-                )
+                yield from self._followed.copies(job, self._backend.length(job.sequence))
         for idle in reversed(self.idle):
-            yield from self._cached_copies(idle.tokens)
-
-    def _cached_copies(self, tokens: Tokens) -> Iterator[tuple[PrefixCache, Block]]:
-        blocks = self.cache.on_path(tokens)
-        return ((self.cache, block) for block in blocks if block.stop <= len(tokens))
+            yield from self._followed.copies(idle, len(idle.tokens))
 
     def drop_one(self) -> bool:
         """Free cells for one more step from an idle sequence, whatever number the backend reports

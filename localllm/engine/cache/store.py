@@ -346,7 +346,7 @@ class KvStore:
         used first.
         """
         held = {block: pool for pool, block in self.budget.in_context()}
-        held |= {c.block: c.pool for c in self.budget.candidates()}
+        held |= {c.block: c.pool for c in self.budget.unlocked()}
         found = [
             (pool, block)
             for block, pool in held.items()

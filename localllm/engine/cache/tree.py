@@ -37,24 +37,64 @@ from localllm.engine.cache.eviction import (
 )
 from localllm.engine.tokens import Tokens
 
+TOKEN_BYTES = np.dtype(np.int32).itemsize
+
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """An edge of the tree: `tokens` from depth `start` to `stop`, and the block that covers them
+    """An edge of the tree: the tokens from depth `start` to `stop`, and the block that covers them
     (or None).
+
+    `edge` holds the tokens' bytes. A walk compares bytes, which is one operation for each node.
+    `children` have the bytes of their first token as keys.
     """
 
-    tokens: Tokens
+    edge: bytes
     start: int
     parent: Node | None
     block: Block | None = None
-    children: dict[int, Node] = field(default_factory=dict)
+    children: dict[bytes, Node] = field(default_factory=dict)
     locks: int = 0
     last_used: int = 0
+    stop: int = 0
+
+    def __post_init__(self) -> None:
+        self.stop = self.start + len(self.edge) // TOKEN_BYTES
+        if self.parent is not None:
+            self.parent.children[self.first] = self
 
     @property
-    def stop(self) -> int:
-        return self.start + len(self.tokens)
+    def n_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def tokens(self) -> Tokens:
+        return np.frombuffer(self.edge, dtype=np.int32)
+
+    @property
+    def first(self) -> bytes:
+        """Its first token."""
+        return self.edge[:TOKEN_BYTES]
+
+    @property
+    def is_placed(self) -> bool:
+        """Is it still its parent's child? The root is."""
+        return self.parent is None or self.parent.children.get(self.first) is self
+
+    def split(self, at: int) -> Node:
+        """Give its first `at` tokens to a new parent, which is returned."""
+        upper = Node(
+            self.edge[: at * TOKEN_BYTES],
+            self.start,
+            self.parent,
+            locks=self.locks,
+            last_used=self.last_used,
+        )
+        self.edge = self.edge[at * TOKEN_BYTES :]
+        self.start = upper.stop
+        self.parent = upper
+        upper.children[self.first] = self
+        return upper
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +142,31 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
     return n
 
 
+def path_to(node: Node | None) -> list[Node]:
+    """The nodes from below the root to `node`."""
+    path: list[Node] = []
+    while node is not None and node.parent is not None:
+        path.append(node)
+        node = node.parent
+    path.reverse()
+    return path
+
+
+def walk(root: Node, prefix: Tokens) -> Iterator[tuple[Node, int]]:
+    """The nodes along `prefix`, each with the number of its tokens that match."""
+    tokens = prefix.tobytes()
+    at = 0
+    node = root.children.get(tokens[:TOKEN_BYTES])
+    while node is not None:
+        stop = at + len(node.edge)
+        if not tokens.startswith(node.edge, at):
+            yield node, common_prefix(node.tokens, np.frombuffer(tokens[at:stop], dtype=np.int32))
+            return
+        yield node, node.n_tokens
+        at = stop
+        node = node.children.get(tokens[at : at + TOKEN_BYTES])
+
+
 class PrefixCache:
     """The tree, without backend or clock; recency is counted in uses of the `budget`.
 
@@ -119,7 +184,7 @@ class PrefixCache:
         else:
             self.budget = CacheBudget(capacity_bytes)
         self.budget.pools.append(self)
-        self._root = Node(np.empty(0, dtype=np.int32), 0, None)
+        self.root = Node(b"", 0, None)
         self._users: dict[Block, list[Node]] = {}
         self.held_bytes = self.evicted_tokens = 0
 
@@ -131,9 +196,9 @@ class PrefixCache:
         parts: list[CachedPart] = []
         deepest: Node | None = None
         length = known = 0
-        for node, shared in self._along(prefix):
+        for node, shared in walk(self.root, prefix):
             known = node.start + shared
-            if node.block is None or (self.indivisible and shared < len(node.tokens)):
+            if node.block is None or (self.indivisible and shared < node.n_tokens):
                 continue
             deepest = node
             if self.indivisible:
@@ -151,7 +216,7 @@ class PrefixCache:
         found = self.peek(tokens)
         now = self.budget.use()
         node = found.node
-        if node is not None and not _uses(node, found.known):
+        if node is not None and not uses_block(node, found.known):
             node = node.parent
         self._use(node, now)
         return found
@@ -163,8 +228,8 @@ class PrefixCache:
         """
         nodes = [
             n
-            for n, shared in self._along(prefix)
-            if n.block is not None and shared == len(n.tokens)
+            for n, shared in walk(self.root, prefix)
+            if n.block is not None and shared == n.n_tokens
         ]
         surplus = surplus_states([(n.stop, len(n.children) > 1) for n in nodes], interval)
         for node in nodes:
@@ -175,12 +240,12 @@ class PrefixCache:
 
     def lock(self, match: Match) -> None:
         """Keep the nodes of `match` until `unlock`."""
-        for node in self._path(match.node):
+        for node in path_to(match.node):
             node.locks += 1
 
     def unlock(self, match: Match) -> None:
         """Allow the nodes of `match` to be demoted and evicted again."""
-        for node in self._path(match.node):
+        for node in path_to(match.node):
             assert node.locks > 0, "unlocked more often than locked"
             node.locks -= 1
         if match.node is not None:
@@ -224,7 +289,7 @@ class PrefixCache:
         if not self.indivisible:
             self._walk(prefix[: block.start])
         end = self._walk(prefix)
-        for node in [end] if self.indivisible else self._path(end):
+        for node in [end] if self.indivisible else path_to(end):
             if node.start >= (0 if self.indivisible else block.start) and _better(
                 node.block, block
             ):
@@ -254,14 +319,13 @@ class PrefixCache:
         """Check the invariants in the module docstring. Raises AssertionError if one fails."""
         users: dict[Block, int] = {}
         for node in self._nodes():
-            if node is self._root:
+            if node is self.root:
                 continue
             assert node.parent is not None
             below = node.children.values()
-            assert len(node.tokens) > 0, "an empty edge"
+            assert node.n_tokens > 0, "an empty edge"
             assert node.start == node.parent.stop, "there is a gap between parent and child"
-            placed = node.parent.children.get(int(node.tokens[0]))
-            assert placed is node, "a child has the wrong first token"
+            assert node.is_placed, "a child has the wrong first token"
             assert below or node.block or node.locks, "a dead leaf"
             assert all(child.locks <= node.locks for child in below), (
                 "a node is locked, but not the path to it"
@@ -286,9 +350,11 @@ class PrefixCache:
     def candidates(self) -> Iterator[Candidate]:
         for block, nodes in self._users.items():
             if block.held_bytes and not any(n.locks for n in nodes):
-                middle = (block.start + block.stop) // 2
-                # The middle token may have another block now; the first node is used in that case.
-                node = next((n for n in nodes if n.start <= middle < n.stop), nodes[0])
+                node = nodes[0]
+                if len(nodes) > 1:
+                    middle = (block.start + block.stop) // 2
+                    # The middle token may have another block now; the first node is used then.
+                    node = next((n for n in nodes if n.start <= middle < n.stop), node)
                 deep = depth(block.start, block.stop, self.kind)
                 yield Candidate(node.last_used, deep, block, self)
 
@@ -297,10 +363,12 @@ class PrefixCache:
 
         They are not evicted to make room for `prefix`.
         """
-        along = [(n, n.block, shared) for n, shared in self._along(prefix) if n.block is not None]
+        along = [
+            (n, n.block, shared) for n, shared in walk(self.root, prefix) if n.block is not None
+        ]
         if self.indivisible:
-            return [block for n, block, shared in along if shared == len(n.tokens)][-1:]
-        return [*dict.fromkeys(b for n, b, shared in along if _uses(n, n.start + shared))]
+            return [block for n, block, shared in along if shared == n.n_tokens][-1:]
+        return [*dict.fromkeys(b for n, b, shared in along if uses_block(n, n.start + shared))]
 
     def demote(self, block: Block) -> int:
         held = block.held_bytes
@@ -313,47 +381,32 @@ class PrefixCache:
         """The tokens from the root to the end of `block`; None if the end has another block now."""
         end = max(self._users[block], key=attrgetter("stop"))
         if end.stop == block.stop:
-            return np.concatenate([node.tokens for node in self._path(end)])
+            return np.frombuffer(b"".join(node.edge for node in path_to(end)), dtype=np.int32)
         return None
 
     def evict(self, block: Block) -> None:
         nodes = self._users[block]
         assert not any(node.locks for node in nodes), "a locked node can't be evicted"
-        self.evicted_tokens += sum(len(node.tokens) for node in nodes)
+        self.evicted_tokens += sum(node.n_tokens for node in nodes)
         self.forget(block)
 
     # --- the tree ---------------------------------------------------------------------------------
 
-    def _along(self, prefix: Tokens) -> Iterator[tuple[Node, int]]:
-        """The nodes along `prefix`, each with the number of its tokens that match."""
-        node = self._root
-        depth = 0
-        complete = True
-        while complete and depth < len(prefix):
-            child = node.children.get(int(prefix[depth]))
-            if child is None:
-                return
-            shared = common_prefix(child.tokens, prefix[depth:])
-            complete = shared == len(child.tokens)
-            node = child
-            depth += shared
-            yield child, shared
-
     def _use(self, node: Node | None, used: int) -> None:
         """Mark the path to `node` as used. In a tree of states only `node` itself is marked."""
-        for step in self._path(node)[-1:] if self.indivisible else self._path(node):
+        for step in path_to(node)[-1:] if self.indivisible else path_to(node):
             self._use_node(step, used)
 
     def _use_node(self, node: Node, used: int) -> None:
         node.last_used = max(node.last_used, used)
-        if node.block is not None and _uses(node, node.stop):
+        if node.block is not None and uses_block(node, node.stop):
             node.block.touch(used)
 
     def _wanted(self, prefix: Tokens, block: Block) -> bool:
         """Does this block serve some of its tokens better than their current block?"""
         at = 0
-        node = self._root
-        for node, shared in self._along(prefix):
+        node = self.root
+        for node, shared in walk(self.root, prefix):
             at = node.start + shared
             if not self.indivisible and at > block.start and _better(node.block, block):
                 return True
@@ -361,16 +414,14 @@ class PrefixCache:
 
     def _walk(self, prefix: Tokens) -> Node:
         """The node that ends exactly at len(prefix). Splits and adds edges if necessary."""
-        end = self._root
-        for node, shared in self._along(prefix):
-            if shared == len(node.tokens):
+        end = self.root
+        for node, shared in walk(self.root, prefix):
+            if shared == node.n_tokens:
                 end = node
             else:
                 end = self._split(node, shared)
         if end.stop < len(prefix):
-            parent = end
-            end = Node(prefix[end.stop :].copy(), end.stop, end)
-            parent.children[int(end.tokens[0])] = end
+            return Node(prefix[end.stop :].tobytes(), end.stop, end)
         return end
 
     def _split(self, node: Node, at: int) -> Node:
@@ -378,19 +429,7 @@ class PrefixCache:
 
         Both nodes share the block. In a tree of states only the lower node keeps it.
         """
-        assert node.parent is not None
-        upper = Node(
-            node.tokens[:at].copy(),
-            node.start,
-            node.parent,
-            locks=node.locks,
-            last_used=node.last_used,
-        )
-        node.parent.children[int(upper.tokens[0])] = upper
-        node.tokens = node.tokens[at:].copy()
-        node.start += at
-        node.parent = upper
-        upper.children[int(node.tokens[0])] = node
+        upper = node.split(at)
         if node.block is not None and not self.indivisible:
             self._set_block(upper, node.block)
         return upper
@@ -418,28 +457,20 @@ class PrefixCache:
             node.parent is not None and not node.children and node.block is None and node.locks == 0
         ):
             parent = node.parent
-            if parent.children.get(int(node.tokens[0])) is node:
-                del parent.children[int(node.tokens[0])]
+            if node.is_placed:
+                del parent.children[node.first]
             node = parent
 
     def _nodes(self) -> Iterator[Node]:
         """Every node from the root down, each before its children."""
-        stack = [self._root]
+        stack = [self.root]
         while stack:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
 
-    def _path(self, node: Node | None) -> list[Node]:
-        path: list[Node] = []
-        while node is not None and node is not self._root:
-            path.append(node)
-            node = node.parent
-        path.reverse()
-        return path
 
-
-def _uses(node: Node, depth: int) -> bool:
+def uses_block(node: Node, depth: int) -> bool:
     """Does a sequence that follows `node` to `depth` use its block, and not only the block's
     beginning?
     """
