@@ -17,6 +17,7 @@ from benchmarks.models import serve_command, smollm2_mlx
 from benchmarks.processes import Server
 from localllm import paths
 from localllm.bench.stream import free_port
+from localllm.setup.steps import COMPILER_FAULTS
 
 _FOLDER = paths.cache_dir() / "peers"
 CONTEXT, STREAMS = 16384, 8
@@ -219,7 +220,7 @@ def built(name: str) -> Path:
     sources = next(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
     _run(name, [
         "cmake", "-S", str(sources), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release",
-        "-DLLAMA_BUILD_TESTS=OFF",
+        "-DLLAMA_BUILD_TESTS=OFF", f"-DCMAKE_PROJECT_INCLUDE={COMPILER_FAULTS}",
         "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_CURL=OFF",
     ])  # fmt: skip
     _run(

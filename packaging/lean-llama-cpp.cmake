@@ -1,6 +1,8 @@
 # Makes llama-cpp-python's build shorter. Read by llama.cpp's CMakeLists.txt through CMAKE_PROJECT_llama_cpp_INCLUDE; a
 # variable stands before the option it sets.
 
+include("${CMAKE_CURRENT_LIST_DIR}/../localllm/setup/compiler_faults.cmake")
+
 # Its library for command-line tools, a quarter of the build, is never loaded.
 set(LLAMA_BUILD_COMMON OFF)
 

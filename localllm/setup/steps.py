@@ -125,7 +125,15 @@ def wheel(host: BuildHost, index: str) -> Step:
     )
 
 
+# What CMake reads before it compiles llama.cpp.
+COMPILER_FAULTS = Path(__file__).with_name("compiler_faults.cmake")
+# The major versions of GCC that the file is about.
+_FAULTY_GCC = (11, 12, 13)
+
+
 def from_source(host: BuildHost, cmake: list[str]) -> Step:
+    if host.gcc in _FAULTY_GCC and " " not in str(COMPILER_FAULTS):
+        cmake = [*cmake, f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={COMPILER_FAULTS}"]
     return Step(
         f"llama-cpp-python {host.version}, compiled",
         (

@@ -286,6 +286,18 @@ def test_a_ready_wheel_that_does_not_compute_is_replaced_by_a_compilation(tmp_pa
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a script of the shell")
+@pytest.mark.parametrize("kind", ["app", "dev"])
+def test_a_build_that_pip_kept_and_that_does_not_compute_is_compiled_anew(
+    kind: str, tmp_path: Path
+) -> None:
+    ran, told = commands(tmp_path, computes=False, kind=kind)
+    assert "the wheel does not compute on this machine: Illegal instruction" in told
+    dropped = next(n for n, line in enumerate(ran) if "cache remove" in line)
+    assert installs(ran[:dropped])[0] == "compiled"
+    assert "compiled" in installs(ran[dropped:])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a script of the shell")
 @pytest.mark.parametrize(
     ("kind", "variables"),
     [
