@@ -125,7 +125,7 @@ def wheel(host: BuildHost, index: str) -> Step:
     )
 
 
-# What CMake reads before it compiles llama.cpp.
+# CMake reads this file before it compiles llama.cpp.
 COMPILER_FAULTS = Path(__file__).with_name("compiler_faults.cmake")
 # The major versions of GCC that the file is about.
 _FAULTY_GCC = (11, 12, 13)

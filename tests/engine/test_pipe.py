@@ -133,6 +133,17 @@ def test_a_process_that_never_gets_ready_says_why(
     asyncio.run(talk())
 
 
+def test_instructions_that_the_processor_lacks_call_for_another_engine() -> None:
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+
+    async def talk() -> None:
+        with pytest.raises(errors.WorkerDiedError) as raised:
+            await _started(_child(program), {}, loads="it")
+        assert "localllm setup --engine latest" in raised.value.hint
+
+    asyncio.run(talk())
+
+
 def test_giving_up_while_it_loads_ends_the_process() -> None:
     async def talk() -> None:
         said = asyncio.Event()

@@ -96,7 +96,8 @@ class JsonProcess(asyncio.SubprocessProtocol):
                 raise errors.WorkerDiedError(
                     f"the engine's process ended while loading {loads!r} "
                     f"({exit_reason(self.returncode)})",
-                    hint="the file may be damaged or too large for this machine; "
+                    hint=_hint_of(self.returncode)
+                    or "the file may be damaged or too large for this machine; "
                     "see `localllm doctor`",
                 )
             if "fatal" in message:
@@ -181,7 +182,8 @@ class JsonProcess(asyncio.SubprocessProtocol):
                 f"the engine's process hung and was stopped: {self._hangs}"
             )
         return errors.WorkerDiedError(
-            f"the engine's process ended during the request ({exit_reason(self.returncode)})"
+            f"the engine's process ended during the request ({exit_reason(self.returncode)})",
+            hint=_hint_of(self.returncode),
         )
 
     async def close(self) -> None:
@@ -308,6 +310,16 @@ def exit_reason(code: int | None) -> str:
         except ValueError:
             return f"signal {-code}"
     return f"exit code {code}"
+
+
+def _hint_of(code: int | None) -> str | None:
+    """Return the next step after an exit code with only one cause."""
+    if code is None or exit_reason(code) != "signal SIGILL":
+        return None
+    return (
+        "its llama.cpp was compiled for another processor, or by a compiler with a fault: "
+        "`localllm setup --engine latest` installs one that fits"
+    )
 
 
 # --- starting workers -----------------------------------------------------------------------------
