@@ -39,7 +39,7 @@ from localllm.server.generation.job import (
     ReplyWriter,
     empty_reply,
 )
-from localllm.server.generation.length_check import check_fits
+from localllm.server.generation.length_check import check_fits, check_texts_fit
 from localllm.server.generation.pdf_reading import PdfReader
 from localllm.server.generation.sound_reading import Hearing, SoundReader
 from localllm.server.generation.summarising import Summarising, answer_to_summary
@@ -349,6 +349,8 @@ class Server:
                 if isinstance(task, ChatRequest):
                     await check_fits(task, engine)
                 job = await self.job(task, model, engine)
+                if not isinstance(task, ChatRequest):
+                    await _check_prompts_fit(job, engine)
                 if isinstance(task, ChatRequest) and task.summary is not None:
                     job = await self._summarised(task, job, model, engine, background=background)
                 return with_priority(job, background=background)
@@ -436,6 +438,13 @@ async def _enforceable(
 ) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
     is_loose = grammar is not None and grammar[0] == "loose_schema"
     return await process_body(partial(enforceable, grammar), takes_ms=is_loose)
+
+
+async def _check_prompts_fit(job: GenerationJob, engine: EngineClient) -> None:
+    """Raise ContextLengthError if a prompt of `job` is a text that is far too long."""
+    for prompt in (job.prompt, *job.also):
+        if isinstance(prompt, str):
+            await check_texts_fit([prompt], engine)
 
 
 def with_defaults(chat: ChatRequest, defaults: ModelDefaults) -> ChatRequest:

@@ -312,6 +312,29 @@ def test_the_beginning_of_a_text_shows_that_it_is_far_too_long() -> None:
         assert "it was asked" in rendered.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/completion", "word " * 20_000),
+        ("/completion", [1, "word " * 20_000]),
+        ("/v1/completions", "word " * 20_000),
+    ],
+    ids=["a text", "with ids", "openai"],
+)
+def test_the_beginning_of_a_prompt_shows_that_it_is_far_too_long(
+    path: str, prompt: str | list[Any]
+) -> None:
+    engine = Counting(n_ctx=256)
+    with running_server({"tiny": engine}, api_key="s3cret") as server:
+        headers = {"Authorization": "Bearer s3cret"}
+        body = {"prompt": prompt}
+        refused = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=60)
+        assert refused.status_code == 400
+        assert "100000 tokens" in refused.text
+        assert 0 < engine.sent_chars < 10_000
+        assert not engine.requests
+
+
 def test_bodies_that_come_have_a_common_bound_and_small_ones_are_not_kept_out() -> None:
     large = _chat("word " * 100_000)
     head = (

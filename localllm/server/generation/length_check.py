@@ -1,7 +1,9 @@
-"""Refuses conversations that are many times longer than the context before other work is done for
-them."""
+"""Refuses conversations and prompts that are many times longer than the context before other work is
+done for them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from localllm.conversation.template import MAX_CHARS
 from localllm.engine.worker.client import EngineClient
@@ -16,19 +18,25 @@ _SAMPLE_CHARS_A_TOKEN = 12
 
 
 async def check_fits(chat: ChatRequest, engine: EngineClient) -> None:
-    """Raise ContextLengthError if the user's texts are far too long for the context.
-
-    Only their beginning is sent to the worker. Rendering a text of 6 MB, and sending it, delayed
-    the requests of other clients by up to a second."""
+    """Raise ContextLengthError if the user's texts are far too long for the context."""
     if chat.compaction or chat.edits is not None or chat.summary is not None:
         return
-    n_ctx = engine.info.n_ctx
     # No template omits or shortens these texts.
     texts = [m["content"] for m in chat.messages if m["role"] == "user"]
     texts = [text for text in texts if isinstance(text, str)]
-    n_chars = sum(map(len, texts))
     # Still longer texts have an error of their own (`check_length`).
-    if not _CHARS_A_TOKEN * n_ctx < n_chars <= MAX_CHARS:
+    if sum(map(len, texts)) <= MAX_CHARS:
+        await check_texts_fit(texts, engine)
+
+
+async def check_texts_fit(texts: Sequence[str], engine: EngineClient) -> None:
+    """Raise ContextLengthError if `texts` together are far too long for the context.
+
+    Only their beginning is sent to the worker. Rendering a text of 6 MB, and sending it, delayed
+    the requests of other clients by up to a second."""
+    n_ctx = engine.info.n_ctx
+    n_chars = sum(map(len, texts))
+    if n_chars <= _CHARS_A_TOKEN * n_ctx:
         return
     sample = ""
     for text in texts:

@@ -37,6 +37,7 @@ from localllm.server.generation.job import (
     Reply,
     ReplyWriter,
 )
+from localllm.server.generation.length_check import check_texts_fit
 from localllm.server.generation.prompt import fim_prompt, text_job, wants_bos
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
@@ -227,6 +228,7 @@ async def _as_text(prompt: str | list[int], engine: EngineClient) -> str:
 
 
 async def _ids(pieces: Sequence[Any], engine: EngineClient) -> list[int]:
+    await check_texts_fit([piece for piece in pieces if isinstance(piece, str)], engine)
     ids: list[int] = []
     for i, piece in enumerate(pieces):
         if isinstance(piece, int):
