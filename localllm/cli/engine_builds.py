@@ -12,9 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from localllm import paths
-from localllm.device.accelerators import KINDS
 from localllm.errors import LocalLLMError, UsageError
-from localllm.library.catalog import load_catalog
 from localllm.settings import read_config
 
 if TYPE_CHECKING:
@@ -93,10 +91,10 @@ class EngineFallback:
         return bool(name) and self._replace(name, reason)
 
     def loaded(self) -> None:
-        from localllm.setup import builds
-
         name = self._replaceable()
         if name:
+            from localllm.setup import builds
+
             with suppress(OSError):
                 builds.forget_failed_loads(name)
 
@@ -123,10 +121,11 @@ class EngineFallback:
 
     def _replaceable(self) -> str:
         """Return the chosen build if it runs and may be replaced, or ""."""
-        from localllm.setup import builds
-
         if os.environ.get("LOCALLLM_BUILD") or configured() or not paths.builds_dir().is_dir():
             return ""
+        # Imported only here: requests wait for the end of a load.
+        from localllm.setup import builds
+
         folder = os.environ.get(builds.LIBRARY_VARIABLE, "")
         name = builds.chosen()
         if name == builds.OWN or (folder and not builds.is_ours(folder)):
@@ -151,6 +150,7 @@ def preferred(machine: Device) -> Preferred | None:
     The choice depends on the predicted seconds for a turn of the reference model. Returns None if
     there is no such choice or it can't be planned.
     """
+    from localllm.device.accelerators import KINDS
     from localllm.setup.steps import Preferred
 
     own = machine.accelerator
@@ -178,6 +178,7 @@ def _turn_s(machine: Device, accelerator: Accelerator) -> float | None:
 
 
 def yardstick_plan(machine: Device) -> Plan | None:
+    from localllm.library.catalog import load_catalog
     from localllm.planner.plan import plan_for
     from localllm.planner.types import Workload
 
@@ -215,6 +216,7 @@ def sentence(planned_for: Device, machine: Device, plan: Plan | None) -> str:
 
     Returns "" if that is not faster.
     """
+    from localllm.device.accelerators import KINDS
     from localllm.planner.plan import plan_for
     from localllm.planner.types import Workload
 

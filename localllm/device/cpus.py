@@ -6,7 +6,6 @@ The table has cores, memory channels and widest vectors.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -101,6 +100,8 @@ def _lines() -> list[_ProcessorLine]:
 
 
 def _listed() -> list[dict[str, Any]]:
+    import tomllib
+
     found: list[dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))["line"]
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -83,6 +82,8 @@ def rows() -> tuple[DeviceRow, ...]:
 
 
 def _entries() -> list[dict[str, Any]]:
+    import tomllib
+
     found: list[dict[str, Any]] = tomllib.loads(FILE.read_text(encoding="utf-8"))["device"]
     return found
 

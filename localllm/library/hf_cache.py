@@ -18,10 +18,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain, product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localllm import paths
-from localllm.library import folders, names, shared_blobs
+from localllm.library import app_folders, folders, names, shared_blobs
 from localllm.library.types import LocalModel, Origin
+
+if TYPE_CHECKING:
+    from localllm_catalog.catalog import Catalog
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
@@ -161,6 +165,22 @@ def remove(model: LocalModel) -> int:
     if not is_used and not partials_in(folder):
         shutil.rmtree(folder, ignore_errors=True)
     return freed
+
+
+def drafters_here(names_of: tuple[str, ...], catalog: Catalog) -> list[Path]:
+    """The drafters in the hub's cache that `catalog` lists for the model with these names."""
+    model = catalog.recognise(*names_of)
+    cache = app_folders.hub_cache()
+    if model is None:
+        return []
+    found = []
+    for companion in model.companions:
+        snapshots = repo_folder(cache, companion.repo) / "snapshots"
+        if companion.folder:
+            found += sorted(config.parent for config in snapshots.glob("*/config.json"))
+        else:
+            found += sorted(snapshots.glob(f"*/{companion.file or '*.gguf'}"))
+    return found
 
 
 def _unlink(file: Path) -> int:

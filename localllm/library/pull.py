@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 
 from localllm.errors import DownloadError, ModelFileError, ModelNotFoundError
 from localllm.library import (
-    app_folders,
     file_kinds,
-    hf_cache,
     hub,
     names,
     other_apps,
@@ -153,22 +151,6 @@ def pull_drafter(
 
 def _ignore_progress(_: DownloadProgress) -> None:
     """Ignore the progress of a download."""
-
-
-def drafters_here(names_of: tuple[str, ...], catalog: Catalog) -> list[Path]:
-    """The drafters in the hub's cache that `catalog` lists for the model with these names."""
-    model = catalog.recognise(*names_of)
-    cache = app_folders.hub_cache()
-    if model is None:
-        return []
-    found = []
-    for companion in model.companions:
-        snapshots = hf_cache.repo_folder(cache, companion.repo) / "snapshots"
-        if companion.folder:
-            found += sorted(config.parent for config in snapshots.glob("*/config.json"))
-        else:
-            found += sorted(snapshots.glob(f"*/{companion.file or '*.gguf'}"))
-    return found
 
 
 def _picked(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from localllm import paths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from localllm.device.types import Device
     from localllm.library.types import LocalModel
@@ -72,11 +72,7 @@ def overrides_for(device: Device, catalog: Catalog) -> Overrides:
     from localllm_backends import registry
 
     engines = tuple(registry.backends())
-    by_others: tuple[Measured, ...] = ()
-    if paths.shared_rows_file().exists():  # the import takes longer than most plans
-        from localllm.load import measured_by_others
-
-        by_others = measured_by_others.for_planner(device, catalog.by_id)
+    by_others = figures_of_others(device, catalog.by_id)
     if device.simulated:
         return Overrides(measured=by_others, backends=engines)
     from localllm.load import measurements, readable_models
@@ -85,6 +81,15 @@ def overrides_for(device: Device, catalog: Catalog) -> Overrides:
     measured += by_others
     too_new = readable_models.too_new(catalog.models)
     return Overrides(measured=measured, backends=engines, too_new=too_new)
+
+
+def figures_of_others(device: Device, models: Mapping[str, Model]) -> tuple[Measured, ...]:
+    """Return the speeds that others measured on machines like `device`, if this machine has any."""
+    if not paths.shared_rows_file().exists():  # the import takes longer than most plans
+        return ()
+    from localllm.load import measured_by_others
+
+    return measured_by_others.for_planner(device, models)
 
 
 def of_quant(plans: list[Plan], quant: str) -> list[Plan]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from localllm import json_store
 from localllm.engine.messages import DRAFT_MODES
 from localllm.errors import DoesNotFitError, ModelFileError, UnsupportedError
+from localllm.library import hf_cache
 from localllm.library.catalog import OpenedModel, open_model, read_header, readable_header
 from localllm.library.resolve import resolve
 from localllm.library.types import LocalModel
@@ -120,7 +121,7 @@ def companion_at(path: Path) -> CompanionDrafter | None:
 
 def _in_hub_cache(repo: str) -> CompanionDrafter | None:
     """Return the trained drafter of this repository, if it was downloaded, or None."""
-    from localllm.library import app_folders, hf_cache, names
+    from localllm.library import app_folders, names
 
     if not names.safe_repo(repo):
         return None
@@ -192,8 +193,6 @@ def _at_hand(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
     On llama.cpp, models with sliding windows or recurrent states get no trained drafter, because
     their memory can only be stored in parts without one.
     """
-    from localllm.library.pull import drafters_here
-
     header = opened.header
     is_plain = header is not None and not _is_stateful(header)
     local = opened.local
@@ -204,7 +203,7 @@ def _at_hand(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
     else:
         files = [path for kind, path in local.companions if kind == "drafter"]
     if not files:
-        files = drafters_here((local.repo, local.name), catalog)
+        files = hf_cache.drafters_here((local.repo, local.name), catalog)
     fitting = []
     for file in files:
         companion = companion_at(file)

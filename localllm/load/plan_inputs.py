@@ -12,7 +12,8 @@ from localllm.device import detect
 from localllm.device.types import Device
 from localllm.library.catalog import OpenedModel
 from localllm.library.types import LocalModel
-from localllm.load import kv_evidence, measured_by_others, measurements, readable_models
+from localllm.load import kv_evidence, measurements, readable_models
+from localllm.load.candidates import figures_of_others
 from localllm.load.drafters_and_projector import ChosenDrafter
 from localllm.load.offload import requested_offload
 from localllm.planner import kernels
@@ -91,7 +92,7 @@ def plan_inputs(
         slots = settings.value("parallel")
     kv_type = settings.value("kv_type")
     measured = measurements.for_planner(measurements.load(), device.name, models)
-    measured += measured_by_others.for_planner(device, models)
+    measured += figures_of_others(device, models)
     overrides = Overrides(
         measured=measured,
         kv_type="" if kv_type == "auto" else kv_type,

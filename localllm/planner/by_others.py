@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import median
 
 
 def joined(logs: Mapping[str, Sequence[float]], spread: float) -> tuple[float, float]:
@@ -19,6 +18,8 @@ def joined(logs: Mapping[str, Sequence[float]], spread: float) -> tuple[float, f
     rule for two normal distributions, n sources then have n times the weight of the prediction,
     however many figures each has. So one source never outweighs the rest.
     """
+    from statistics import median
+
     n = len(logs)
     middle = median(median(found) for found in logs.values())
     return middle * n / (n + 1), spread * math.sqrt((1 + 1 / (n + 1)) / 2)

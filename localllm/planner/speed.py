@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from statistics import median
 
 from localllm.device.types import Device
 from localllm.planner import (
@@ -337,6 +336,8 @@ def _with_others(
         rates.append(rows[-1][0])
     if not logs:
         return predicted
+    from statistics import median
+
     shift, spread = by_others.joined(logs, spread)
     sources = "1 source" if len(logs) == 1 else f"{len(logs)} sources"
     basis = f"measured by others: {median(rates):.3g} ({sources})"

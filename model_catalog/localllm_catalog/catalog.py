@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -215,6 +214,8 @@ def _parse(path: Path) -> dict[str, Any]:
     if not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
         most_mib = _MAX_FILE_BYTES >> 20
         raise BadCatalogError(f"{path} is not a file of at most {most_mib} MiB", "remove it")
+    import tomllib
+
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from localllm_catalog.readable_calls import in_template as reads_calls_in
+from localllm_catalog.readable_calls import read_calls_with as read_calls_with
 from localllm_catalog.types import SamplingDefaults
 
 # Our name: (name in a GGUF header, name in generation_config, least, most).
@@ -68,22 +70,11 @@ def _is_number(value: Any) -> bool:
 _REASONING = re.compile(r"[<\[|>:_/](?:think|thought)|<\|channel\|>analysis", re.IGNORECASE)
 
 
-# Functions that know the tool-call formats that the server can parse. They are in another package,
-# so the composition root registers them.
-_readable: list[Callable[[str], bool]] = []
-
-
-def read_calls_with(is_readable: Callable[[str], bool]) -> None:
-    """Register `is_readable`. Templates whose tool calls it cannot parse then count as without
-    tools, since the server would reject their tools."""
-    _readable[:] = [is_readable]
-
-
 def calls_tools(template: str) -> bool:
     """Return whether a chat template offers tools, or writes tool calls, in a format that the
     server can parse."""
     offers = "tools" in template or "tool_call" in template
-    return offers and all(is_readable(template) for is_readable in _readable)
+    return offers and reads_calls_in(template)
 
 
 def reasoning_kind(template: str) -> str:

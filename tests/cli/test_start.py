@@ -4,6 +4,7 @@ need."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,63 @@ print(*sys.modules)
         "PIL",
     )
     assert [name for name in heavy if name in modules] == []
+
+
+def imported_by(script: str, *arguments: str) -> list[str]:
+    """The modules that this script has imported at its end."""
+    command = [sys.executable, "-c", f"import sys\n{script}\nprint(*sys.modules)", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_the_worker_starts_before_the_catalog_is_imported() -> None:
+    modules = imported_by("import localllm.cli.main, localllm.cli.serve.first_worker")
+    later = ("typer", "localllm.library.catalog", "localllm.device.accelerators")
+    assert [name for name in later if name in modules] == []
+
+
+def test_a_router_is_made_without_what_few_models_need(tiny_model: Path) -> None:
+    """The worker waits for it: no downloads, no speeds of others, no tables that are kept."""
+    script = """
+from localllm.cli.serve.listening import server_settings
+from localllm.cli.serve.model_router import router_of
+from localllm.settings import Settings
+settings = Settings({"context": 1024})
+server_settings(settings)
+router_of(sys.argv[1:], [], settings)
+"""
+    modules = imported_by(script, str(tiny_model))
+    later = ("localllm.library.hub", "localllm.load.measured_by_others", "statistics", "csv")
+    assert [name for name in later if name in modules] == []
+
+
+def test_the_processors_are_the_workers_while_the_model_loads(tmp_path: Path) -> None:
+    """Until then `serve` imports one dialect and starts no process for templates. A load ends
+    without the code of builds if there is no build."""
+    script = """
+import sys, threading
+import psutil
+from localllm.cli.engine_builds import EngineFallback
+from localllm.cli.serve.run import application
+from localllm.server.http.settings import ServerSettings
+from localllm.server.models.router import ModelRouter
+application(ModelRouter([]), ServerSettings())
+for thread in threading.enumerate():
+    if thread.name == "first uses":
+        thread.join()
+EngineFallback().loaded()
+print(len(psutil.Process().children()), *sys.modules)
+"""
+    n_children, *modules = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "LOCALLLM_DATA_DIR": str(tmp_path)},
+    ).stdout.split()
+    assert n_children == "0"
+    assert "localllm.server.dialects.openai.routes" in modules
+    later = [f"localllm.server.dialects.{name}.routes" for name in ("anthropic", "ollama")]
+    assert [name for name in (*later, "localllm.setup.builds") if name in modules] == []
 
 
 def test_the_chats_first_paint_waits_for_no_other_screen() -> None:

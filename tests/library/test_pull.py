@@ -17,8 +17,9 @@ from localllm.cli.all_commands import app
 from localllm.errors import DownloadError, ModelNotFoundError, UsageError
 from localllm.library import store
 from localllm.library.catalog import load_catalog
+from localllm.library.hf_cache import drafters_here
 from localllm.library.hub import Patience
-from localllm.library.pull import drafters_here, pull, pull_drafter
+from localllm.library.pull import pull, pull_drafter
 from localllm.library.resolve import resolve
 from localllm.library.transfer import DownloadProgress
 from localllm_catalog.types import Companion

@@ -12,7 +12,6 @@ from pathlib import Path
 from localllm.addresses import is_loopback
 from localllm.cli.serve.api_keys import kept_key, load_keys
 from localllm.errors import UsageError
-from localllm.library.hub import is_offline
 from localllm.server.http.settings import CONNECTION_LIMITS, ServerSettings, TlsFiles, image_host
 from localllm.server.http.sockets import bind, bind_unix, check_tls, inherited, unix_file
 from localllm.settings import Settings
@@ -35,17 +34,12 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
     `new_key` replaces the stored key. Raises UsageError, also for a certificate that can't be used.
     """
     tls = _tls_files(settings)
-    image_hosts: tuple[tuple[str, int], ...] = ()
-    if not settings.value("offline") and not is_offline():
-        # One flag may contain several names.
-        hosts = ",".join(settings.value("allow_image_hosts")).split(",")
-        image_hosts = tuple(image_host(name.strip()) for name in hosts if name.strip())
     secured = ServerSettings(
         keys=load_keys(),
         allowed_hosts=settings.value("allow_host"),
         allowed_origins=settings.value("allow_origin"),
         tls=tls,
-        image_hosts=image_hosts,
+        image_hosts=_image_hosts(settings),
         keeps_awake=settings.value("keep_awake"),
         **{name: settings.value(name) for name in _SAME_NAMES},
     ).secured()
@@ -60,6 +54,20 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
             )
         return secured
     return replace(secured, api_key=kept_key(new=new_key))
+
+
+def _image_hosts(settings: Settings) -> tuple[tuple[str, int], ...]:
+    """Return the hosts that images may be fetched from. Empty while offline."""
+    # One flag may contain several names.
+    named = ",".join(settings.value("allow_image_hosts")).split(",")
+    hosts = [name.strip() for name in named if name.strip()]
+    if not hosts or settings.value("offline"):
+        return ()
+    from localllm.library.hub import is_offline
+
+    if is_offline():
+        return ()
+    return tuple(image_host(host) for host in hosts)
 
 
 def _tls_files(settings: Settings) -> TlsFiles | None:

@@ -48,10 +48,7 @@ async def serve_until_stopped(
     named files are damaged.
     """
     from localllm.cli.serve.api_keys import key_path
-    from localllm.cli.serve.decode_speed import DecodeSpeedWatch
     from localllm.cli.serve.listening import key_notice, reachable_address, who_is_answered
-    from localllm.memory.guard import memory_is_short
-    from localllm.server.models.unloading import unload_idle
 
     def report(text: str) -> None:
         if not quiet:
@@ -73,9 +70,15 @@ async def serve_until_stopped(
         # Give the worker its task first: starting the server holds the interpreter for a third of a
         # second.
         await asyncio.wait({loading}, timeout=_ORDER_S)
+        from localllm.cli.serve.decode_speed import DecodeSpeedWatch
+        from localllm.memory.guard import memory_is_short
+        from localllm.server.models.unloading import unload_idle
+
         on_event = None if quiet else report
         warmed = partial(_warmed, loading, warm) if warm else None
-        serving = asyncio.create_task(_serve(router, settings, socks, store, on_event, warmed))
+        serving = asyncio.create_task(
+            _serve(router, settings, socks, store, on_event, loading, warmed)
+        )
         watch = asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short))
         tasks += [serving, watch, asyncio.create_task(DecodeSpeedWatch(router, report).run())]
         await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -175,9 +178,12 @@ async def _serve(
     socks: Sequence[socket.socket],
     store: LibraryStore | None,
     report: Callable[[str], None] | None,
+    loading: asyncio.Task[None],
     warmed: Callable[[Starlette], Coroutine[None, None, None]] | None,
 ) -> None:
     app, serve_on = await asyncio.to_thread(application, router, settings, store)
+    # While the model loads, its worker needs the processors.
+    loading.add_done_callback(lambda _: _in_thread(_prepare_rest, app))
     served = app if report is None else with_lines(app, report)
     if warmed is None:
         await serve_on(served, socks, settings)
@@ -211,36 +217,50 @@ def application(
     """Return the application and the function that serves it.
 
     Importing this code takes as long as loading a small model, so it runs in a thread meanwhile.
-    Parts that only the first request needs are loaded in threads after it.
+    Parts that only requests need are loaded in threads after it.
     """
     import gc
-    import threading
 
     # All objects made here are permanent. Garbage collection now would take a tenth of the time,
     # and later it would pause streams.
     gc.disable()
     try:
-        from localllm.conversation.template import warm_up
         from localllm.device.probes.power import power_figures
         from localllm.server.app import create_app
         from localllm.server.http.run import serve_on
 
         app = create_app(router, settings=settings, store=store, power=power_figures)
-
-        def all_dialects() -> None:
-            from localllm.server.dialects.openapi import build_bodies
-
-            # First build OpenAI's chat, the most likely first request.
-            for dialects in app.state.dialects:
-                dialects.paths()
-                build_bodies()
-
-        for later in (warm_up, all_dialects):
-            threading.Thread(target=later, name="first uses", daemon=True).start()
+        _in_thread(_prepare_first, app)
         return app, serve_on
     finally:
         gc.freeze()
         gc.enable()
+
+
+def _in_thread(prepare: Callable[[Starlette], None], app: Starlette) -> None:
+    import threading
+
+    threading.Thread(target=prepare, args=[app], name="first uses", daemon=True).start()
+
+
+def _prepare_first(app: Starlette) -> None:
+    """Import OpenAI's chat, the most likely first request."""
+    from localllm.server.dialects.openapi import build_bodies
+
+    first, _ = app.state.dialects
+    first.paths()
+    build_bodies()
+
+
+def _prepare_rest(app: Starlette) -> None:
+    """Start the template process and import the other dialects."""
+    from localllm.conversation.template import warm_up
+    from localllm.server.dialects.openapi import build_bodies
+
+    warm_up()
+    _, others = app.state.dialects
+    others.paths()
+    build_bodies()
 
 
 def stop_when_terminated() -> None:

@@ -16,6 +16,7 @@ from localllm.cli.engine_builds import EngineFallback
 from localllm.cli.serve.presets import Preset, preset_and_model
 from localllm.cli.serve.shared_adapters import Lora, can_share, numbered, together
 from localllm.device.detect import detect
+from localllm.device.types import Device
 from localllm.engine.messages import Sampling
 from localllm.engine.worker import backends
 from localllm.engine.worker.client import Host, WorkerOptions
@@ -226,13 +227,18 @@ def planned(load: LoadPlan) -> PlannedModel:
     plan = load.plan
     n_ctx = None
     architecture = ""
+    figures: dict[str, object] = {}
+    runs_on = _runs_on(load)
     if plan is not None:
+        device = detect()
+        figures = _physics(plan, device, load.options.engine.get("power", 1.0))
+        runs_on += f", on {device.name}"
         n_ctx = plan.settings.n_ctx
         architecture = plan.model.architecture
     details = _details(load.local, architecture)
     details["images_off"] = load.projector.why_not
     details["audio"] = load.projector.audio
-    details["runs_on"] = _runs_on(load)
+    details["runs_on"] = runs_on
     facts = ModelMetadata(
         sampling=own_sampling(plan),
         sampling_unthinking=own_sampling(plan, thinks=False),
@@ -242,13 +248,13 @@ def planned(load: LoadPlan) -> PlannedModel:
         ranks=load.ranks,
         needs_bytes=load.needs_bytes,
         adapters=load.options.spec.adapters,
-        physics=_physics(plan, load.options.engine.get("power", 1.0)),
+        physics=figures,
     )
     return PlannedModel(host, facts, loading)
 
 
 def _runs_on(load: LoadPlan) -> str:
-    """Describe the engine with its version, the KV cache, the drafter and the accelerator."""
+    """Describe the engine with its version, the KV cache and the drafter."""
     engine = backends.for_path(str(load.local.path), load.options.backend).declaration
     parts = [engine.label_with_version]
     if load.embedding is None:
@@ -260,8 +266,6 @@ def _runs_on(load: LoadPlan) -> str:
             parts.append(f"drafter {Path(drafter).name}")
         else:
             parts.append(f"drafting {load.options.engine.get('draft', 'auto')}")
-    if load.plan is not None:
-        parts.append(f"on {detect().name}")
     return ", ".join(parts)
 
 
@@ -302,10 +306,7 @@ def own_sampling(plan: Plan | None, *, thinks: bool = True) -> Sampling:
     return Sampling(**stated)
 
 
-def _physics(plan: Plan | None, power: object) -> dict[str, object]:
-    if plan is None:
-        return {}
-    device = detect()
+def _physics(plan: Plan, device: Device, power: object) -> dict[str, object]:
     return {**physics(plan, device), "power": power, "max_context": max_context(device, plan)}
 
 

@@ -5,7 +5,6 @@ Facts are memory in bytes, PCI identity and compute units.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -346,6 +345,8 @@ def smi(text: str) -> list[NvidiaGpu]:
     first = next((line for line in lines if re.search(r"(?:^|,)\s*name\s*(?:,|$)", line)), None)
     if first is None:
         return []
+    import csv
+
     header = [cell.split("[")[0].strip() for cell in first.split(",")]
     gpus = []
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -96,13 +97,16 @@ def form_of(model: type[BaseModel], file: str, *keys: str, streams: str = "") ->
 
 
 _BODIES: dict[str, type[BaseModel]] = {}
+# Only one thread builds them.
+_building = threading.Lock()
 
 
 def build_bodies() -> None:
-    """Build pydantic's validators in the order of the dialects. Called when the server is ready, so
-    that the first request does not wait for this."""
-    for body in _BODIES.values():
-        body.model_rebuild()
+    """Build pydantic's validators of the imported dialects in their order, so that the first request
+    does not wait for this. Several threads may ask at the same time."""
+    with _building:
+        for body in [*_BODIES.values()]:
+            body.model_rebuild()
 
 
 def _operation(path: str, method: str, listed: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@ stored here."""
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import hmac
 import io
@@ -291,6 +290,8 @@ class Accounts:
 
     def table(self, account: Account) -> str:
         """Return the usage that `account` may see, as CSV."""
+        import csv
+
         out = io.StringIO()
         rows = csv.writer(out, lineterminator="\n")
         rows.writerow(["key", *(f.name for f in fields(KeyUsage)), "running"])
