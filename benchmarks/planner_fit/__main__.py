@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.planner_fit import batched
+from benchmarks.planner_fit import batched, drafts
 from benchmarks.planner_fit.fit import BASE, Design, Fit
 from benchmarks.planner_fit.report import INTRODUCTION, batched_report, report
 from benchmarks.planner_fit.rows import Row, rows
@@ -32,7 +32,7 @@ ABOUT = [
     "edit by hand.",
     "Natural logarithms: coefficient = exp(base + sum of the effects of every key that applies). "
     "The effects of cpu are set in benchmarks/planner_fit from measurements on x86 cores.",
-    "Sources of every row: benchmarks/data/speeds.csv.",
+    "Sources of every row: benchmarks/data/speeds.csv and drafts.csv.",
 ]
 # CPU: no published row is in the data. These are what llama.cpp 0.3.36 does on two Zen 5 cores (34
 # GB/s measured): SmolLM2-135M Q4_1 6.8 ms and Gemma-3-270M Q4_K_M 11.5 ms a token solve to 25 GB/s
@@ -98,6 +98,11 @@ def main() -> None:
     one = Fit(both, [i for i, row in enumerate(both.data) if row.batch == 1 and not row.suspect])
     many = batched.law_of(both, one)
     fitted["batched"] = (Fit(many), many.data, widths)
+    drafted = Design(drafts.LAW, drafts.rows())
+    fitted[drafts.LAW] = (Fit(drafted), drafted.data, {})
+    lines = drafts.report(drafted)
+    print("\n".join(lines))
+    text += lines
     if "--write" in sys.argv:
         efficiency.FILE.write_text(json.dumps(tables(fitted), indent=1) + "\n", encoding="utf-8")
         REPORT.write_text("\n".join(text), encoding="utf-8")

@@ -36,6 +36,7 @@ BASE = {
         "clock": math.e,
     },
     "batched": {"many": 0.2, "row_s": 2e-5, "recurrent_row_s": 5e-5, "moe": 1.5},
+    "drafted": {"row": 4.0, "guess_s": 1e-3},
 }  # fmt: skip
 _BASE_SD = {"size": 0.001, "moe": 0.4, "quant": 0.001, "routed": 0.2, "activations": 0.28}
 # Prior standard deviations of effects, in ln, by level of key. What is not named does not move.
@@ -72,18 +73,19 @@ PRIORS = {
         "engine": {"many": 0.70, "row_s": 0.70, "recurrent_row_s": 0.70},
         "generation": {"many": 0.50, "row_s": 0.50, "recurrent_row_s": 0.50},
     },
+    "drafted": {"engine": {"row": 0.80}, "generation": {"row": 0.35}},
 }  # fmt: skip
 _WIDE_FORMATS = ("quant:bf16", "quant:iq", "quant:f16")
 # Noise of one row, in ln: runs of the same part and file in different hands differ by about this
 # much.
-SIGMA = {"decode": 0.10, "prefill": 0.15, "batched": 0.15}
+SIGMA = {"decode": 0.10, "prefill": 0.15, "batched": 0.15, "drafted": 0.12}
 # Degrees of freedom of the Student-t prior on a part's own effects; None = normal.
-PART_FREEDOM: dict[str, float | None] = {"decode": 1.0, "prefill": None, "batched": None}
+PART_FREEDOM: dict[str, float | None] = {"decode": 1.0}
 # Power of the number of a source's rows of one machine that each of them counts less by: they miss
-# alike.
-ONE_MACHINE = {"decode": 0.2, "prefill": 0.2}
+# alike. Of drafts, a source counts as one row.
+ONE_MACHINE = {"decode": 0.2, "prefill": 0.2, "drafted": 1.0}
 # The same of a series: the same file on the same part at several depths.
-SERIES = 0.4
+SERIES = {"decode": 0.4, "prefill": 0.4, "batched": 0.4}
 # Residuals beyond so many times the noise count by their size, not by its square (Huber).
 HUBER = 1.2
 # From the fit to everything a few rows less are not far; more of them take longer to forget.
@@ -220,12 +222,13 @@ class Fit:
             start[design.index["", name]] = math.log(value)
         self.theta = (start if near is None else near).copy()
         normal = np.array([prior_sd(self.law, key, name) for key, name in design.index]) ** -2.0
-        penalty, freedom, sigma = normal, PART_FREEDOM[self.law], SIGMA[self.law]
+        penalty, freedom, sigma = normal, PART_FREEDOM.get(self.law), SIGMA[self.law]
         own = _spoken_for(design, rows)
         target = np.log([row.seconds for row in rows])
         # Rows of one series (the same file at several depths) are not independent.
         series = Counter((r.device, r.engine, r.model, r.quant) for r in rows)
-        weight = np.array([series[r.device, r.engine, r.model, r.quant] ** -SERIES for r in rows])
+        alike = SERIES.get(self.law, 0.0)
+        weight = np.array([series[r.device, r.engine, r.model, r.quant] ** -alike for r in rows])
         machines = Counter((r.device, r.engine, r.source) for r in rows)
         weight *= [
             machines[r.device, r.engine, r.source] ** -ONE_MACHINE.get(self.law, 0.0) for r in rows

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from localllm.device.types import Device
-from localllm.planner import decode_cost, layer_bytes, memory
+from localllm.planner import decode_cost, draft_cost, memory
 from localllm.planner.bytes_per_token import facts, streamed
-from localllm.planner.kernel_facts import facts as kernel_facts
 from localllm.planner.speed import decode_step
 from localllm.planner.types import USUAL, Plan, Range, RunSettings, Workload, backend_of
 from localllm_catalog.types import Model, Variant
@@ -77,18 +76,11 @@ def draft_gain(
     return speculation_gain(ASSUMED_ACCEPTANCE, _DRAFT_LENGTH, draft_s / target_s, verify)
 
 
-def row_share(device: Device, variant: Variant) -> tuple[float, int]:
-    """Return the cost of one more token of a sequence as a share of a step. The second value is the
-    number of published runs that support it (0: assumed)."""
-    hardware = decode_cost.hardware_of(device, backend_of(variant).name)
-    return kernel_facts(hardware.keys).row_share
-
-
-# The same for mixtures. Their kernels and routing add a full row's cost until most experts are read
-# anyway. This holds on Apple's GPUs too: published gains are 1.1 (Qwen3.6-35B-A3B, RTX 5090), 1.35
-# (P40), 1.21 (M1 Max; ggml-org/llama.cpp#22673) and 1.26 (Step-3.5-Flash, MI50s; #23274). On an M2
-# Ultra, a step over eight tokens of gpt-oss-120b takes as long as four steps
-# (benches/mac-m2-ultra).
+# The cost of one more row of a mixture, as a share of a step. Their kernels and routing add a full
+# row's cost until most experts are read anyway. This holds on Apple's GPUs too: published gains are
+# 1.1 (Qwen3.6-35B-A3B, RTX 5090), 1.35 (P40), 1.21 (M1 Max; ggml-org/llama.cpp#22673) and 1.26
+# (Step-3.5-Flash, MI50s; #23274). On an M2 Ultra, a step over eight tokens of gpt-oss-120b takes as
+# long as four steps (benches/mac-m2-ultra).
 _MIXTURE_ROW_SHARE = 0.4
 
 
@@ -107,10 +99,10 @@ def verify_ratios(
     """
     hardware = decode_cost.hardware_of(device, backend_of(variant).name)
     read = streamed(model, variant)
-    share, _ = row_share(device, variant)
+    one = decode_step(device, model, variant, settings)
+    share = draft_cost.draft_seconds(model, variant, hardware)["row"] / one.total_s
     if hardware.engine != "cpu" and not read.routed_bytes:
         return [1 + (n - 1) * share for n in rows]
-    one = decode_step(device, model, variant, settings)
     ratios = []
     for n in rows:
         if hardware.engine == "cpu":
@@ -173,13 +165,13 @@ def heads_gain(device: Device, plan: Plan) -> Range | None:
     model = plan.model
     if not model.mtp_layers or not backend_of(plan.variant).draft_heads:
         return None
-    read = streamed(model, plan.variant).total_bytes
-    output = layer_bytes.parts(model, plan.variant).output_bytes
-    # A guess computes one layer and the output matrix.
-    guess = min(1.0, output / max(1, read) + 1 / len(model.layers))
+    hardware = decode_cost.hardware_of(device, backend_of(plan.variant).name)
+    step_s = decode_step(device, model, plan.variant, plan.settings).total_s
+    host_s = draft_cost.draft_seconds(model, plan.variant, hardware)["guess"]
+    guess = draft_cost.guess_share(model, plan.variant) + host_s / step_s
     lengths = [n for n in _HEADS_LENGTHS if n <= 3 or not facts(model).n_recurrent_layers]
     low, value, high = _gains(device, plan, HEADS_ACCEPTANCE, dict.fromkeys(lengths, guess))
-    _, n_runs = row_share(device, plan.variant)
+    n_runs = draft_cost.n_runs(hardware)
     source = HEADS_SOURCE
     if n_runs and plan.model.experts is None:
         source += f", {n_runs} of the runs on such machines"

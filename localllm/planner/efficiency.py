@@ -30,7 +30,7 @@ _PARTS_FILE = Path(__file__).with_name("parts.toml")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Coefficients of one cost model ("decode", "prefill" or "batched"), and the effects of keys on
+    """Coefficients of one cost model ("decode", "prefill", "batched" or "drafted"), and the effects of keys on
     them, as natural logs.
 
     `rows` counts the measurements of each key. `width` gives the half width of an 80 % range by
@@ -56,7 +56,7 @@ class Table:
 def load() -> dict[str, Table]:
     """Return the shipped tables by name. Package data: read once per process."""
     raw = json.loads(FILE.read_text(encoding="utf-8"))
-    return {name: Table(**raw[name]) for name in ("decode", "prefill", "batched")}
+    return {name: Table(**raw[name]) for name in ("decode", "prefill", "batched", "drafted")}
 
 
 @dataclass(frozen=True, slots=True)

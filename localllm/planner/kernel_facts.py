@@ -33,8 +33,7 @@ class KernelFacts:
     - `expert_tile`: rows that each expert used by a micro-batch costs in addition to its tokens (0:
       fitted).
     - `unpacks_kv_on_lanes`: one token's attention unpacks a quantised KV on the plain FP32 lanes.
-    - `row_share`: cost of one more token of a sequence as a share of a step, and the number of
-      published runs that support it (0: assumed).
+    - `row_speed`: rate of the rows of a draft, in rates of the plain lanes.
     - `tflops_per_unit`: FP16 TFLOP/s of a compute unit (0: as nominal).
     - `most_batch`: most tokens of a step.
     """
@@ -53,7 +52,7 @@ class KernelFacts:
     matrix_share: float = 1.0
     expert_tile: float = 0.0
     unpacks_kv_on_lanes: bool = False
-    row_share: tuple[float, int] = (0.1, 0)
+    row_speed: float = 1.0
     tflops_per_unit: float = 0.0
     most_batch: float = math.inf
 

@@ -122,7 +122,7 @@ def test_heads_that_draft_bring_a_dense_model_before_a_fast_mixture(machine: str
     first = answers(machine, "chat").plans[0]
     assert (first.model.id, first.settings.drafter.name) == ("qwen3.8-27b", "mtp")
     assert first.memory.draft_bytes > first.variant.mtp_bytes > 0.015 * first.variant.file_bytes
-    assert first.stream_tok_s > 1.9 * first.decode_tok_s.value
+    assert first.stream_tok_s > 1.7 * first.decode_tok_s.value
     assert f"{first.stream_tok_s:.0f} tok/s with drafts" in first.why
     alone = recommend(
         resolve(machine), MODELS, Workload(), overrides=Overrides(draft="off"), limit=1
