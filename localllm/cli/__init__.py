@@ -1,6 +1,6 @@
 """The command line: one short file per command. Heavy imports are inside the commands."""
 
-from localllm_catalog import stated
+from localllm_catalog import readable_calls
 
 
 def _reads_calls(template: str) -> bool:
@@ -9,4 +9,4 @@ def _reads_calls(template: str) -> bool:
     return not has_unknown_format(template)
 
 
-stated.read_calls_with(_reads_calls)
+readable_calls.read_calls_with(_reads_calls)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from localllm import json_store, paths
 from localllm.errors import CatalogFileError, ModelFileError
 from localllm.library import names
+from localllm.library.kept_facts import KeptFacts, key_of
 from localllm_catalog.errors import CatalogError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ UPDATE_FILE = "00-hub-listings.toml"
 # the age in days from which the listings count as old.
 SHIPPED = datetime.date(2026, 11, 21)
 OLD_DAYS = 60
+# Kept because a vocabulary is an array of up to half a million strings of any length.
+_STRING_ENDS = KeptFacts("string-arrays.json")
 _DATED = re.compile(r"# Read from the hub on (\d{4}-\d\d-\d\d)")
 
 
@@ -87,7 +90,22 @@ def read_header(source: Path | str, open_source: OpenSource | None = None) -> Gg
     from localllm_catalog import gguf
 
     with _as_model_file(source):
-        return gguf.read(source, open_source)
+        if open_source is not None:
+            return gguf.read(source, open_source)
+        known = _known_ends(Path(source))
+        ends = dict(known)
+        header = gguf.read(source, ends=ends)
+        if ends != known:
+            _STRING_ENDS.add({key_of(Path(source)): list(ends.items())})
+        return header
+
+
+def _known_ends(file: Path) -> dict[int, int]:
+    """The ends of arrays of strings in a GGUF file by their starts; {} if they are unknown."""
+    try:
+        return {int(start): int(end) for start, end in _STRING_ENDS.facts()[key_of(file)]}
+    except (KeyError, OSError, TypeError, ValueError):
+        return {}
 
 
 def readable_header(path: Path) -> GgufHeader | None:

@@ -121,16 +121,24 @@ class GgufHeader:
         return default
 
 
-def read(source: str | os.PathLike[str], open_source: OpenSource | None = None) -> GgufHeader:
+def read(
+    source: str | os.PathLike[str],
+    open_source: OpenSource | None = None,
+    ends: dict[int, int] | None = None,
+) -> GgufHeader:
     """Read the header of a .gguf from a path or through `open_source`. Given any split, all splits
     are read.
+
+    `ends`: the positions after long arrays of strings in this one file, by the positions of their
+    starts. Those that are found are added. With the ends of an earlier read, a vocabulary need not
+    be counted again.
 
     Raises BadHeaderError for a damaged, malicious or unsupported file (the message names the part).
     Raises SourceError if the file or one of its splits cannot be reached.
     """
     name = os.fspath(source)
     opened = open_source or FileSource
-    first = _read_one(opened(name))
+    first = _read_one(opened(name), ends)
     count = first.integer("split.count", 1)
     if count <= 1:
         return first
@@ -204,9 +212,9 @@ def _read_splits(source: str, given: GgufHeader, count: int, open_source: OpenSo
 # --- one file -------------------------------------------------------------------------------------
 
 
-def _read_one(source: ByteSource) -> GgufHeader:
+def _read_one(source: ByteSource, ends: dict[int, int] | None = None) -> GgufHeader:
     try:
-        return _parse(_Cursor(source))
+        return _parse(_Cursor(source, ends))
     except BadHeaderError as error:
         hint = error.hint or "download the file again"
         raise type(error)(f"{source.name}: {error.message}", hint) from error
@@ -216,8 +224,9 @@ class _Cursor:
     """A position in the header, with a window of it in memory. Each step is checked against the
     file's size."""
 
-    def __init__(self, source: ByteSource) -> None:
+    def __init__(self, source: ByteSource, ends: dict[int, int] | None = None) -> None:
         self.source = source
+        self._ends = {} if ends is None else ends
         self.limit = min(source.size, MAX_HEADER_BYTES)
         self.position = 0
         self._base = 0
@@ -302,6 +311,10 @@ class _Cursor:
         """Skip `count` strings. The file chooses the length of this loop, so the strings are
         counted."""
         self.count(count, "strings, more than any vocabulary", MAX_STRING_ELEMENTS)
+        first = self.position
+        if first in self._ends:
+            self.position = self._ends[first]
+            count = 0
         unpack = _U64.unpack_from
         while count:
             buffer, index = self.need(8, subject)
@@ -315,6 +328,7 @@ class _Cursor:
             self.position += index - start
         if self.position > self.limit:
             raise self.too_long(subject)
+        self._ends[first] = self.position
 
 
 def _parse(cursor: _Cursor) -> GgufHeader:

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from localllm_catalog.readable_calls import in_template as reads_calls_in
-from localllm_catalog.readable_calls import read_calls_with as read_calls_with
+from localllm_catalog import readable_calls
 from localllm_catalog.types import SamplingDefaults
 
 # Our name: (name in a GGUF header, name in generation_config, least, most).
@@ -74,7 +73,7 @@ def calls_tools(template: str) -> bool:
     """Return whether a chat template offers tools, or writes tool calls, in a format that the
     server can parse."""
     offers = "tools" in template or "tool_call" in template
-    return offers and reads_calls_in(template)
+    return offers and readable_calls.in_template(template)
 
 
 def reasoning_kind(template: str) -> str:

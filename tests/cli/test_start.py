@@ -90,7 +90,7 @@ def imported_by(script: str, *arguments: str) -> list[str]:
 
 def test_the_worker_starts_before_the_catalog_is_imported() -> None:
     modules = imported_by("import localllm.cli.main, localllm.cli.serve.first_worker")
-    later = ("typer", "localllm.library.catalog", "localllm.device.accelerators")
+    later = ("typer", "localllm_catalog.types", "localllm.device.accelerators")
     assert [name for name in later if name in modules] == []
 
 
