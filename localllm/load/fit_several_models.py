@@ -132,21 +132,21 @@ def _fits_one_card_each(loads: Sequence[LoadPlan], device: Device) -> bool:
     return not verdict(parts).short_parts
 
 
-def memory_for_models() -> tuple[int, Callable[[], int]]:
+def memory_for_models(device: Device | None = None) -> tuple[int, Callable[[], int]]:
     """Return the memory for all models in bytes, and a function for the part available now.
 
     If the pool is shared with the system, the function returns what the memory guard would allow.
+    `device`: this machine, if it was read already.
     """
-
-    device = detect.detect()
+    machine = device or detect.detect()
 
     def available() -> int:
         memory = detect.detect().memory
-        if device.kind == "discrete":
+        if machine.kind == "discrete":
             return memory.loadable_bytes
         shared = free_for_models()
         if shared is None:
             return memory.loadable_bytes
         return min(memory.loadable_bytes, shared + memory.carve_out_bytes)
 
-    return device.memory.limit_bytes, available
+    return machine.memory.limit_bytes, available

@@ -58,6 +58,7 @@ class LoadPlan:
     `name`: the name for clients.
     `options`: the options of the worker, made from `plan`.
     `plan`: None if the header lacks data for planning.
+    `device`: the machine that it was planned for.
     `embedding`: the options of an embedding model, or of a reranker if `ranks`.
     `smaller`: makes a LoadPlan with less memory after a load ran out of it (None: can't be
     reduced).
@@ -71,6 +72,7 @@ class LoadPlan:
     ranks: bool = False
     projector: MediaProjector = field(default_factory=MediaProjector)
     smaller: Callable[[], LoadPlan | None] = _no_smaller_plan
+    device: Device | None = None
 
     @property
     def needs_bytes(self) -> int:
@@ -147,7 +149,7 @@ def make_load_plan(
     plan, projector = fit.planned(projector)
     share = MemoryShare(fit.planned_bytes(plan, projector), of)
     options = worker_options(local, plan, settings, drafter, projector, adapters, share)
-    load = LoadPlan(local.name, local, options, plan, projector=projector)
+    load = LoadPlan(local.name, local, options, plan, projector=projector, device=fit.device)
     if ran_out is not None:
         return load
     return replace(load, smaller=partial(_smaller, local, settings, purpose, of, plan))
@@ -214,9 +216,9 @@ class _MemoryFit:
         self._inputs = inputs
         self._settings = settings
         if inputs is not None:
-            self._device = inputs.device
+            self.device = inputs.device
         else:
-            self._device = detect.detect()
+            self.device = detect.detect()
         free_bytes = free_for_models(headroom_bytes(settings))
         if free_bytes is not None:
             free_bytes += spare_bytes
@@ -224,12 +226,12 @@ class _MemoryFit:
 
     def takes(self, plan: Plan | None) -> int:
         """Bytes of system memory that the plan needs, without the memory of a card or carve-out."""
-        if self._device.kind == "discrete":
+        if self.device.kind == "discrete":
             return 0 if plan is None else plan.memory.host_bytes
         total_bytes = self._local.size_bytes
         if plan is not None:
             total_bytes = plan.memory.total_bytes
-        return max(0, total_bytes - self._device.memory.carve_out_bytes)
+        return max(0, total_bytes - self.device.memory.carve_out_bytes)
 
     def planned_bytes(self, plan: Plan | None, projector: MediaProjector) -> int:
         """Bytes of system memory, including `projector`.
@@ -281,7 +283,7 @@ class _MemoryFit:
         raise DoesNotFitError(
             f"{self._local.name} needs {need / 1e9:.1f} GB with a context of "
             f"{plan.settings.n_ctx:,} tokens, but this machine has {limit / 1e9:.1f} GB usable "
-            f"({'; '.join(self._device.accounts)})"
+            f"({'; '.join(self.device.accounts)})"
         )
 
     def _left_bytes(self, plan: Plan | None) -> int:

@@ -76,7 +76,8 @@ def router_for(
         raise UsageError("the same model is named twice", hint=f"named: {', '.join(names)}")
     named += _further_presets(served, named, only=only)
     if not only or len(named) > 1:
-        served.admission = ModelAdmission(*memory_for_models())
+        device = next((load.device for load in loads), None)
+        served.admission = ModelAdmission(*memory_for_models(device))
     themselves = [pair for preset, pair in zip(presets, named, strict=False) if preset is None]
     installed = DiskModels(served, themselves, only=only)
     models = [model for _, model in named]

@@ -230,7 +230,7 @@ def planned(load: LoadPlan) -> PlannedModel:
     figures: dict[str, object] = {}
     runs_on = _runs_on(load)
     if plan is not None:
-        device = detect()
+        device = load.device or detect()
         figures = _physics(plan, device, load.options.engine.get("power", 1.0))
         runs_on += f", on {device.name}"
         n_ctx = plan.settings.n_ctx
