@@ -21,7 +21,7 @@ from localllm.engine.worker.client import (
     WorkerClient,
     WorkerOptions,
 )
-from localllm.engine.worker.pipe import end_ahead, start_ahead
+from localllm.engine.worker.pipe import end_ahead, ordered_ahead, start_ahead
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import (
     BackendError,
@@ -260,6 +260,28 @@ def test_a_worker_started_ahead_is_the_one_that_loads(few_layers: Path) -> None:
         assert second.pid != ahead
         await asyncio.gather(first.close(), second.close())
         assert children() == before
+
+    asyncio.run(main())
+
+
+def test_the_rest_of_a_start_waits_until_the_worker_has_its_model(few_layers: Path) -> None:
+    """It does not wait for the load, and not for a worker that is ended."""
+
+    async def main() -> None:
+        await start_ahead()
+        ordered = asyncio.create_task(ordered_ahead())
+        options = WorkerOptions(LoadSpec(str(few_layers), n_ctx=256), log_path=worker_log())
+        starting = asyncio.create_task(options.start())
+        await ordered
+        assert not starting.done()
+        await (await starting).close()
+
+        await start_ahead()
+        ordered = asyncio.create_task(ordered_ahead())
+        await asyncio.sleep(0)
+        assert not ordered.done()
+        await end_ahead()
+        await ordered
 
     asyncio.run(main())
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 _MAX_NAMED = 5
-_ORDER_S = 0.005
+# An embedding model has a worker of another kind, so the one started in advance gets no order.
+_ORDER_S = 0.1
 
 
 async def serve_until_stopped(
@@ -49,6 +50,7 @@ async def serve_until_stopped(
     """
     from localllm.cli.serve.api_keys import key_path
     from localllm.cli.serve.listening import key_notice, reachable_address, who_is_answered
+    from localllm.engine.worker.pipe import ordered_ahead
 
     def report(text: str) -> None:
         if not quiet:
@@ -69,7 +71,9 @@ async def serve_until_stopped(
     try:
         # Give the worker its task first: starting the server holds the interpreter for a third of a
         # second.
-        await asyncio.wait({loading}, timeout=_ORDER_S)
+        ordering = asyncio.create_task(ordered_ahead())
+        tasks.append(ordering)
+        await asyncio.wait(tasks, timeout=_ORDER_S, return_when=asyncio.FIRST_COMPLETED)
         from localllm.cli.serve.decode_speed import DecodeSpeedWatch
         from localllm.memory.guard import memory_is_short
         from localllm.server.models.unloading import unload_idle

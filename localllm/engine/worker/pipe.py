@@ -38,6 +38,8 @@ class JsonProcess(asyncio.SubprocessProtocol):
             asyncio.get_running_loop().create_future()
         )
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Set when it has its model, or has ended without one.
+        self.ordered = asyncio.Event()
         self._on_message: MessageCallback = self._buffer_message
         self._on_end: Callable[[], None] = lambda: None
         self._on_progress: MessageCallback = lambda _: None
@@ -91,6 +93,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
             self._on_progress = on_progress
         try:
             self.send(order)
+            self.ordered.set()
             message = await self._first
             if message is None:
                 raise errors.WorkerDiedError(
@@ -279,6 +282,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Handle the end of the process, after all its output is read."""
         self._ended.set_result(None)
+        self.ordered.set()
         assert self._process is not None
         self._process.close()
         if not self._first.done():
@@ -380,6 +384,12 @@ async def start_ahead() -> None:
     """Start a text-generating worker in advance. The next load of such a model uses it."""
     log = worker_log()
     _ahead[log] = await spawn(_WRITES_TEXT, log)
+
+
+async def ordered_ahead() -> None:
+    """Wait until the workers that were started in advance have their models."""
+    for process in [*_ahead.values()]:
+        await process.ordered.wait()
 
 
 async def take(log_path: Path | None) -> JsonProcess:
