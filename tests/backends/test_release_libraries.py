@@ -63,17 +63,17 @@ def found_by(
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> dict[str, Any]:
-    return found_by(INSTALLED, tmp_path_factory.mktemp("installed"), smollm2)
+def installed(tmp_path_factory: pytest.TempPathFactory, few_layers: Path) -> dict[str, Any]:
+    return found_by(INSTALLED, tmp_path_factory.mktemp("installed"), few_layers)
 
 
 @pytest.fixture(params=NAMES)
 def found(
-    request: pytest.FixtureRequest, installed: dict[str, Any], tmp_path: Path, smollm2: Path
+    request: pytest.FixtureRequest, installed: dict[str, Any], tmp_path: Path, few_layers: Path
 ) -> dict[str, Any]:
     if request.param == INSTALLED:
         return installed
-    return found_by(request.param, tmp_path, smollm2)
+    return found_by(request.param, tmp_path, few_layers)
 
 
 @pytest.mark.timeout(600)

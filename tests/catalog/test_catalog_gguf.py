@@ -18,6 +18,7 @@ from localllm.library.remote_header import HttpSource
 from localllm_catalog import catalog, gguf, shapes
 from localllm_catalog.errors import BadHeaderError, SourceError
 from localllm_catalog.from_gguf import model_from_gguf
+from models.gguf_reader import GGUFReader
 
 from .conftest import RangeServer, gguf_header
 
@@ -67,7 +68,7 @@ def test_the_real_starter_model_is_read_exactly(smollm2: Path) -> None:
 
 def test_the_reference_reader_sees_the_same_tensors(smollm2: Path) -> None:
     ours = gguf.read(smollm2)
-    theirs = reference.GGUFReader(smollm2)
+    theirs = GGUFReader(smollm2)
     assert [(t.name, t.type, t.n_bytes, ours.data_start + t.offset) for t in ours.tensors] == [
         (t.name, t.tensor_type.name, t.n_bytes, t.data_offset) for t in theirs.tensors
     ]

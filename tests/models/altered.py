@@ -12,6 +12,8 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType
 from gguf.quants import quantize
 
+from models.gguf_reader import GGUFReader
+
 
 def write_altered(
     source: Path,
@@ -27,7 +29,7 @@ def write_altered(
     `swapped_layers`: two layers, each of which gets the tensors of the other.
     `n_tokens`: cut the vocabulary to this many tokens, and the rows of its matrices with it.
     """
-    reader = gguf.GGUFReader(source)
+    reader = GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     other = dict(fields or {})
     for name, field in reader.fields.items():
@@ -74,7 +76,7 @@ def _place(name: str, swapped_layers: tuple[int, int] | None) -> str:
 def write_quant(source: Path, target: Path, kind: str) -> Path:
     """A quant of a small model in F32: every matrix in the format `kind`, by gguf's own NumPy
     code."""
-    reader = gguf.GGUFReader(source)
+    reader = GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":

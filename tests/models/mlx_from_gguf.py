@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 from gguf.quants import dequantize
+
+from models.gguf_reader import GGUFReader
 
 _NAMES = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
@@ -36,7 +37,7 @@ def convert(source: Path, folder: Path) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    reader = gguf.GGUFReader(str(source))
+    reader = GGUFReader(str(source))
     fields = {
         key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")
     }
@@ -74,33 +75,6 @@ def convert(source: Path, folder: Path) -> Path:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=1), "utf-8")
     return folder
-
-
-def dequantised(source: Path, path: Path) -> Path:
-    """`source` again with every weight as the float32 it stands for: llama.cpp multiplies quantised
-    weights with activations it rounds to 8 bits, and only computes with the same values as another
-    engine when nothing is quantised."""
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    reader = gguf.GGUFReader(str(source))
-    unfinished = path.with_suffix(".part")
-    writer = gguf.GGUFWriter(str(unfinished), reader.fields["general.architecture"].contents())
-    for key, field in reader.fields.items():
-        if key != "general.architecture" and not key.startswith("GGUF."):
-            kind = field.types[0]
-            inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(key, field.contents(), kind, sub_type=inner)
-    for tensor in reader.tensors:
-        writer.add_tensor(
-            tensor.name, np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    unfinished.rename(path)
-    return path
 
 
 def _unpermuted(values: np.ndarray, n_heads: int) -> np.ndarray:

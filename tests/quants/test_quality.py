@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import typer
@@ -26,6 +25,7 @@ from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type
 from localllm_backends.quality_process import spread
 from models.altered import write_altered, write_quant
+from models.gguf_reader import GGUFReader
 from models.tiny_gguf import write_llama
 
 app = typer.Typer()
@@ -72,7 +72,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_own_norms(file: Path) -> Path:
-    reader = gguf.GGUFReader(file, "r+")
+    reader = GGUFReader(file, "r+")
     for number, tensor in enumerate(reader.tensors):
         if tensor.name.endswith("_norm.weight"):
             tensor.data[:] = 1 + 0.01 * number
@@ -279,7 +279,7 @@ def test_another_vocabulary_is_not_compared(
     exact: Path, quant: Path, text: Path, tmp_path: Path
 ) -> None:
     """Its model reads other tokens, so the probabilities are of different texts."""
-    tokens = gguf.GGUFReader(quant).fields["tokenizer.ggml.tokens"].contents()
+    tokens = GGUFReader(quant).fields["tokenizer.ggml.tokens"].contents()
     tokens[300] = "w"
     faulty = write_altered(
         quant, tmp_path / "Tiny-Q4_0.gguf", fields={"tokenizer.ggml.tokens": tokens}

@@ -34,6 +34,7 @@ from localllm_backends import registry
 from localllm_backends.contract import LoadError
 from localllm_backends.llamacpp.imatrix import read_imatrix
 from models.dequantised import write_dequantised
+from models.gguf_reader import GGUFReader
 from models.tiny_gguf import write_llama, write_moe
 from support.until import until
 
@@ -57,12 +58,12 @@ def made(source: Path, quant: str, *options: object) -> dict[str, Any]:
 
 
 def tensors(path: Path | str) -> dict[str, tuple[str, bytes]]:
-    reader = gguf.GGUFReader(path)
+    reader = GGUFReader(path)
     return {t.name: (t.tensor_type.name, t.data.tobytes()) for t in reader.tensors}
 
 
 def facts(path: str) -> dict[str, Any]:
-    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+    return {name: field.contents() for name, field in GGUFReader(path).fields.items()}
 
 
 def leftovers() -> list[Path]:
@@ -86,7 +87,7 @@ def folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_1"])
 def test_tensors_are_those_of_ggufs_own_quantiser(source: Path, quant: str) -> None:
     """Its NumPy code is a second implementation of these formats."""
-    plain = {t.name: t.data for t in gguf.GGUFReader(source).tensors}
+    plain = {t.name: t.data for t in GGUFReader(source).tensors}
     result = tensors(made(source, quant)["path"])
     kind = GGMLQuantizationType[quant]
     compared = 0
@@ -133,7 +134,7 @@ def test_the_matrix_and_the_tensors_that_stay_larger_are_printed(source: Path) -
 def importance(source: Path) -> dict[str, np.ndarray]:
     """Mean squares of the inputs of each matrix: the later columns matter far more."""
     found = {}
-    for tensor in gguf.GGUFReader(source).tensors:
+    for tensor in GGUFReader(source).tensors:
         if len(tensor.shape) > 1 and not tensor.name.startswith("token_embd"):
             n_experts = int(tensor.shape[2]) if len(tensor.shape) > 2 else 1
             row = np.geomspace(1e-3, 1e3, int(tensor.shape[0]), dtype=np.float32)
@@ -355,7 +356,7 @@ def test_peak_memory_is_that_of_a_few_largest_tensors(slow_source: Path) -> None
     done = subprocess.run(
         [sys.executable, "-c", measure, *words], capture_output=True, check=True, text=True
     )
-    largest_bytes = max(t.n_bytes for t in gguf.GGUFReader(slow_source).tensors)
+    largest_bytes = max(t.n_bytes for t in GGUFReader(slow_source).tensors)
     assert int(done.stdout) * 1024 <= 3 * largest_bytes + 200_000_000
 
 
