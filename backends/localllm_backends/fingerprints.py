@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from localllm_backends.values import LoraAdapter
 
 
+# The samples of a smaller file have more bytes than the file.
+SAMPLED_BYTES = 2 * 2**20 + 30 * 2**16
+
+
 def add_samples(digest: Any, path: Path) -> None:
     """Add a file's size, its first and last MiB, and 64 KiB at 30 places between to a hash.
 

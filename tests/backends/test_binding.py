@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from localllm_backends.llamacpp.binding.c_headers import read_headers
 from localllm_backends.llamacpp.binding.c_types import CTypes
 from localllm_backends.llamacpp.binding.descriptions import Description, HeaderError, WantedNames
 from localllm_backends.llamacpp.binding.engine_files import (
+    file_identity,
     headers_for,
     libraries_in,
     library_folder,
@@ -353,3 +355,18 @@ def test_each_library_is_found_once_with_or_without_versions(tmp_path: Path) -> 
         (tmp_path / name).touch()
     found = [path.name for path in libraries_in(tmp_path)]
     assert found == ["libggml.so.0.1", "libggml-cpu-haswell.so", "libllama.so"]
+
+
+def test_a_small_library_with_another_byte_anywhere_has_another_identity(tmp_path: Path) -> None:
+    names = []
+    for at in (0, 1_340_000, 2_000_000):
+        library = tmp_path / f"libllama.so.{at}"
+        content = bytearray(3_000_000)
+        content[at] = 1
+        library.write_bytes(content)
+        names.append(file_identity(library))
+    assert len(set(names)) == 3
+    huge = tmp_path / "libggml-cuda.so"
+    huge.touch()
+    os.truncate(huge, 2**30)
+    assert file_identity(huge) not in names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import re
@@ -9,7 +10,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from localllm_backends.fingerprints import fingerprint
+from localllm_backends.fingerprints import SAMPLED_BYTES, fingerprint
 
 # A folder with libraries of llama.cpp, in place of those of llama-cpp-python.
 OTHER_FOLDER = "LLAMA_CPP_LIB_PATH"
@@ -108,4 +109,7 @@ def _headers_in(include: Path) -> list[Path]:
 @cache
 def file_identity(path: Path) -> str:
     """Return the identity of a library's content, computed once per process."""
-    return fingerprint(path)
+    if path.stat().st_size > SAMPLED_BYTES:
+        return fingerprint(path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
