@@ -110,11 +110,10 @@ router_of(sys.argv[1:], [], settings)
 
 
 def test_the_processors_are_the_workers_while_the_model_loads(tmp_path: Path) -> None:
-    """Until then `serve` imports one dialect and starts no process for templates. A load ends
-    without the code of builds if there is no build."""
+    """Until then `serve` imports one dialect. A load ends without the code of builds if there is
+    no build."""
     script = """
 import sys, threading
-import psutil
 from localllm.cli.engine_builds import EngineFallback
 from localllm.cli.serve.run import application
 from localllm.server.http.settings import ServerSettings
@@ -124,16 +123,15 @@ for thread in threading.enumerate():
     if thread.name == "first uses":
         thread.join()
 EngineFallback().loaded()
-print(len(psutil.Process().children()), *sys.modules)
+print(*sys.modules)
 """
-    n_children, *modules = subprocess.run(
+    modules = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         check=True,
         env={**os.environ, "LOCALLLM_DATA_DIR": str(tmp_path)},
     ).stdout.split()
-    assert n_children == "0"
     assert "localllm.server.dialects.openai.routes" in modules
     later = [f"localllm.server.dialects.{name}.routes" for name in ("anthropic", "ollama")]
     assert [name for name in (*later, "localllm.setup.builds") if name in modules] == []

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 _MAX_NAMED = 5
+_LATER_S = 1.0
 # An embedding model has a worker of another kind, so the one started in advance gets no order.
 _ORDER_S = 0.1
 
@@ -186,8 +187,9 @@ async def _serve(
     warmed: Callable[[Starlette], Coroutine[None, None, None]] | None,
 ) -> None:
     app, serve_on = await asyncio.to_thread(application, router, settings, store)
-    # While the model loads, its worker needs the processors.
-    loading.add_done_callback(lambda _: _in_thread(_prepare_rest, app))
+    # While the model loads, its worker needs the processors, and then the first request does.
+    later = partial(asyncio.get_running_loop().call_later, _LATER_S, _in_thread, _prepare_rest, app)
+    loading.add_done_callback(lambda _: later())
     served = app if report is None else with_lines(app, report)
     if warmed is None:
         await serve_on(served, socks, settings)
@@ -248,20 +250,21 @@ def _in_thread(prepare: Callable[[Starlette], None], app: Starlette) -> None:
 
 
 def _prepare_first(app: Starlette) -> None:
-    """Import OpenAI's chat, the most likely first request."""
+    """Import OpenAI's chat, the most likely first request, and then start the template process.
+    Both at the same time would take a processor from the worker that loads."""
+    from localllm.conversation.template import warm_up
     from localllm.server.dialects.openapi import build_bodies
 
     first, _ = app.state.dialects
     first.paths()
     build_bodies()
+    warm_up()
 
 
 def _prepare_rest(app: Starlette) -> None:
-    """Start the template process and import the other dialects."""
-    from localllm.conversation.template import warm_up
+    """Import the other dialects."""
     from localllm.server.dialects.openapi import build_bodies
 
-    warm_up()
     _, others = app.state.dialects
     others.paths()
     build_bodies()
