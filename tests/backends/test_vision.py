@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -266,6 +267,21 @@ def test_the_same_pixels_have_the_same_key_and_others_another(
     a, b, c = (backend.tokenize_media(["", media[i]]) for i in (0, 0, 1))
     keys = [next(r for r in runs if isinstance(r, MediaRun)).key for runs in (a, b, c)]
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_sound_is_laid_out_quickly_when_it_comes_back(backend: Any) -> None:
+    if not backend.capabilities.audio:
+        pytest.skip("it hears nothing")
+    took_s = []
+    layouts = []
+    for seed in (1, 1, 2):
+        sound = samples(240, seed)
+        before_s = process_time()
+        runs = backend.tokenize_media(["hear: ", sound, " so?"], add_bos=True)
+        took_s.append(process_time() - before_s)
+        layouts.append([run if isinstance(run, list) else (run.part, run.n_tokens) for run in runs])
+    assert layouts[0] == layouts[1] == layouts[2]
+    assert max(took_s[1:]) < took_s[0] / 3
 
 
 def test_what_is_no_projector_is_refused_with_the_reason(

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,11 @@ WITHOUT = (
     "this build of llama-cpp-python does not support images or audio: it was built without "
     "mtmd (`-DLLAVA_BUILD=OFF`)"
 )
+
+# Sounds are float32 samples.
+_SAMPLE_BYTES = 4
+# Layouts of sounds that are kept.
+_KNOWN_SOUNDS = 64
 
 
 def _check_complete(path: Path) -> None:
@@ -94,14 +100,7 @@ class Projector:
         params.warmup = True
         self._n_threads = spec.n_threads or usable_cores()
         params.n_threads = self._n_threads
-        log.mark()
-        self._context = mtmd.mtmd_init_from_file(str(path).encode(), model, params)
-        if not self._context:
-            why = log.reason()
-            text = f"the projector {path.name!r} can't be loaded: {why}"
-            if "alloc" in why:
-                raise OutOfMemoryError(text)
-            raise LoadError(text)
+        self._context = self._opened(path, model, params)
         self.vision = bool(mtmd.mtmd_support_vision(self._context))
         self.audio_rate_hz = 0
         if not llama.missing("audio") and mtmd.mtmd_support_audio(self._context):
@@ -115,10 +114,24 @@ class Projector:
         self.bytes = path.stat().st_size + purpose_bytes(log.buffers(), "compute")
         # Embeddings depend on the weights and on the library that computed them.
         self._identity = f"{fingerprint(path)} {bindings_version()}".encode()
+        self._adds_end = bool(llama.llama_vocab_get_add_eos(llama.llama_model_get_vocab(model)))
+        # By the number of samples. A sound comes back with every turn.
+        self._layout_of_sound = lru_cache(_KNOWN_SOUNDS)(self._measure_sound)
         # The sound that was encoded last: its key, its chunks, and the resources that they hold.
         self._sound = b""
         self._sound_chunks: list[Any] = []
         self._held = ExitStack()
+
+    def _opened(self, path: Path, model: Any, params: Any) -> Any:
+        log.mark()
+        context = self._mtmd.mtmd_init_from_file(str(path).encode(), model, params)
+        if context:
+            return context
+        why = log.reason()
+        text = f"the projector {path.name!r} can't be loaded: {why}"
+        if "alloc" in why:
+            raise OutOfMemoryError(text)
+        raise LoadError(text)
 
     def close(self) -> None:
         with self._lock:
@@ -130,6 +143,40 @@ class Projector:
     def tokenize_media(
         self, parts: Sequence[str | Media], *, add_bos: bool
     ) -> list[list[int] | MediaRun]:
+        if self._adds_end:
+            return self._runs(parts, add_bos=add_bos)
+        runs: list[list[int] | MediaRun] = []
+        for piece in _apart_from_sounds(parts):
+            if isinstance(piece, SoundSamples):
+                runs += self._runs_of_sound(piece)
+            else:
+                runs += self._runs(piece, add_bos=add_bos)
+                add_bos = False
+        return runs
+
+    def _runs_of_sound(self, sound: SoundSamples) -> Iterator[list[int] | MediaRun]:
+        part = 0
+        for piece in self._layout_of_sound(sound.n_samples):
+            if isinstance(piece, list):
+                yield piece.copy()
+                continue
+            n_tokens, n_positions = piece
+            yield MediaRun(sound, part, self._key(sound, part), n_tokens, n_positions)
+            part += 1
+
+    def _measure_sound(self, n_samples: int) -> list[list[int] | tuple[int, int]]:
+        """The layout of a sound: the tokens of texts, and the numbers of tokens and positions of its
+        parts.
+
+        mtmd computes a spectrum to count them, which takes a second for half an hour.
+        """
+        sound = SoundSamples(bytes(n_samples * _SAMPLE_BYTES), b"")
+        return [
+            run if isinstance(run, list) else (run.n_tokens, run.n_positions)
+            for run in self._runs([sound], add_bos=False)
+        ]
+
+    def _runs(self, parts: Sequence[str | Media], *, add_bos: bool) -> list[list[int] | MediaRun]:
         media = [p for p in parts if not isinstance(p, str)]
         mtmd = self._mtmd
         runs: list[list[int] | MediaRun] = []
@@ -196,11 +243,13 @@ class Projector:
             image = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
             places = [mtmd.mtmd_image_tokens_get_decoder_pos(image, 0, i) for i in range(n)]
             grid = np.array([[p.t, p.y, p.x] for p in places], dtype=np.int32).T.copy()
-        key = hashlib.blake2b(
-            medium.key, digest_size=16, salt=part.to_bytes(4, "little"), key=self._identity[:64]
-        )
         n_positions = int(mtmd.mtmd_input_chunk_get_n_pos(chunk))
-        return MediaRun(medium, part, key.digest(), n, n_positions, grid)
+        return MediaRun(medium, part, self._key(medium, part), n, n_positions, grid)
+
+    def _key(self, medium: Media, part: int) -> bytes:
+        salt = part.to_bytes(4, "little")
+        key = hashlib.blake2b(medium.key, digest_size=16, salt=salt, key=self._identity[:64])
+        return key.digest()
 
     @contextmanager
     def _chunks(
@@ -249,6 +298,21 @@ class Projector:
         if filled:
             numbers = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8))
         return self._mtmd.mtmd_bitmap_init(medium.width, medium.height, numbers)
+
+
+def _apart_from_sounds(
+    parts: Sequence[str | Media],
+) -> Iterator[SoundSamples | list[str | Media]]:
+    """Each sound, and the other parts before, between and after the sounds."""
+    others: list[str | Media] = []
+    for part in parts:
+        if isinstance(part, SoundSamples):
+            yield others
+            yield part
+            others = []
+        else:
+            others.append(part)
+    yield others
 
 
 class LlamaCppMediaBackend(LlamaCppBackend):
