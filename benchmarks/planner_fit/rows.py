@@ -144,6 +144,11 @@ SUSPECTS = (
         for quant in ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
     ),
     Doubt(
+        ("NVIDIA GeForce RTX 3090",), "club-3090/blob/master/BENCHMARKS.md",
+        "Gemma 4 12B's prompt on an RTX 3090 at a round 1,000 tok/s, where another machine of the same project reads a 27B at 993",
+        "cuda", "Q8_0", "gemma-4-12b-it",
+    ),
+    Doubt(
         ("NVIDIA Jetson AGX Orin 64GB",), "thehighnotes",
         "one prompt on a Jetson AGX Orin, whose length its source does not say",
         "cuda",

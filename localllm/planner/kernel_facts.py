@@ -29,7 +29,7 @@ class KernelFacts:
       routed experts in bfloat16.
     - `unpack_flops`: FLOPs per weight beyond the usual, at the units' nominal rate, by class of
       format.
-    - `matrix_share`: rate of multiplying matrices.
+    - `matrix_share`, `attention_share`: rates of multiplying matrices, and of a prompt's attention.
     - `expert_tile`: rows that each expert used by a micro-batch costs in addition to its tokens (0:
       fitted).
     - `unpacks_kv_on_lanes`: one token's attention unpacks a quantised KV on the plain FP32 lanes.
@@ -50,6 +50,7 @@ class KernelFacts:
     bf16_experts_share: float = 1.0
     unpack_flops: Mapping[str, float] = field(default_factory=dict)
     matrix_share: float = 1.0
+    attention_share: float = 1.0
     expert_tile: float = 0.0
     unpacks_kv_on_lanes: bool = False
     row_speed: float = 1.0

@@ -114,7 +114,9 @@ def prefill_parts(
     weights_s = read.step_bytes(model, batch) / bandwidth / batch
     recurrent = known.n_recurrent_layers / batch
     parts = _matrix_parts(model, variant, hardware, batch)
-    parts["attention"] = CostTerm(attention_flops / units, (("attention", -1),))
+    parts["attention"] = CostTerm(
+        attention_flops / _attention_flops_s(hardware), (("attention", -1),)
+    )
     parts["scan"] = CostTerm(scan_flops / units, (("scan", -1),))
     parts["activations"] = CostTerm(moved / bandwidth, (("activations", -1),))
     parts["weights"] = CostTerm(weights_s, (("eta", -1),))
@@ -124,6 +126,11 @@ def prefill_parts(
     parts["recurrent"] = CostTerm(recurrent, (("recurrent_layer_s", 1), *wait))
     parts["mask"] = CostTerm(masked_tokens, (("mask_s", 1),))
     return parts
+
+
+def _attention_flops_s(hardware: Hardware) -> float:
+    """Return the nominal FLOP/s of a prompt's attention."""
+    return hardware.tflops * 1e12 * kernel_facts(hardware.keys).attention_share
 
 
 def _matrix_parts(
@@ -191,7 +198,7 @@ def prefill_terms(
     s["layers"] += s.pop("experts") + s.pop("recurrent") + s.pop("step")
     return PrefillTerms(
         seconds=s,
-        attention_flops=parts["attention"].value * hardware.tflops * 1e12,
+        attention_flops=parts["attention"].value * _attention_flops_s(hardware),
     )
 
 

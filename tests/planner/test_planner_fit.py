@@ -76,6 +76,33 @@ def test_an_older_engine_is_learnt_as_older() -> None:
     assert np.abs(errors).max() < 0.06
 
 
+def test_slow_mixtures_of_an_older_cuda_do_not_make_its_dense_models_slow() -> None:
+    """Until August 2025 mixtures took 1.6 times as long. Dense models are predicted as today's."""
+
+    def prompts(era: str, moe: bool, slowdown: float) -> list[Row]:
+        powers = (("matmul", -1), ("quant", 1))
+        return [
+            Row(
+                f"RTX 40{n}0", "cuda", f"model-{ms}-{moe}", "Q8_0", moe, 0,
+                slowdown * ms / 0.8 / 1e3,
+                ("cuda", "nvidia-ada.cuda", f"part:rtx 40{n}0.cuda"),
+                ((ms / 1e3, (*powers, ("moe", 1)) if moe else powers),), era=era,
+            )
+            for n in range(5, 9)
+            for ms in (2, 5, 10)
+        ]  # fmt: skip
+
+    learnt = [
+        *prompts("2026", False, 1.0),
+        *prompts("2026", True, 1.5),
+        *prompts("2025b", True, 1.5 * 1.6),
+    ]
+    design = fit.Design("prefill", [*learnt, *prompts("2025b", False, 1.0)])
+    unseen = range(len(learnt), len(design.data))
+    errors = fit.Fit(design, range(len(learnt))).errors(unseen)
+    assert abs(float(np.median(errors))) < 0.2
+
+
 def test_every_row_has_an_era_and_suspect_ones_are_known() -> None:
     rows = planner_rows.rows("decode")
     assert {row.era for row in rows} <= set(planner_rows.ERAS)

@@ -118,3 +118,25 @@ def test_a_window_costs_what_is_computed_beside_it() -> None:
     alone, beside = (mixer.flops(64, 4096, b) for b in (0, 1024))
     assert beside == alone * (128 + 1024) / 128
     assert mixer.flops(64, 100, 1024) == alone * 100 / 128
+
+
+@pytest.mark.parametrize(
+    ("machine", "name", "quant", "shallow", "deep"),
+    [
+        ("Tesla P100", "llama-3.1-8b-instruct", "Q8_0", 650.6, 172.1),
+        ("Tesla P100", "gemma-4-31b-it", "Q4_0", 151.2, 67.1),
+        ("Tesla P40", "qwen3.6-35b-a3b", "Q4_K_M", 964.5, 427.2),
+    ],
+)
+def test_depth_slows_prompts_as_on_chips_without_units_for_matrices(
+    machine: str, name: str, quant: str, shallow: float, deep: float
+) -> None:
+    """512 tokens after none and after 32,768. A P100 has half the lanes of a P40 in each unit."""
+    m = MODELS[name]
+    v = next((v for v in m.variants if v.quant == quant), m.variants[0])
+    hardware = decode_cost.hardware_of(resolve(machine), "llamacpp")
+    seconds = [
+        prefill_cost.prefill_terms(m, v, hardware, prompt_tokens=512, depth=depth).total_s
+        for depth in (0, 32_768)
+    ]
+    assert seconds[1] / seconds[0] == pytest.approx(shallow / deep, rel=0.3)
