@@ -224,10 +224,10 @@ def test_many_requests_with_and_without_images_answer_as_each_alone(model: Visio
 def test_one_that_leaves_in_the_middle_of_an_image_leaves_no_half_of_it(model: VisionModel) -> None:
     engine = load(model, n_batch=64)
     expected = plain(engine, prompt("see {B} and {C} now"))
-    stream = prompt("a stream of words", "stream", most=60)
+    stream = prompt("a stream of words", "stream", most=30)
     for after in range(1, 12):
         outcome = ask(engine, stream, prompt("see {B} and {C} now", "x"), cancel={"x": after})
-        assert len(outcome.tokens["stream"]) == 60
+        assert len(outcome.tokens["stream"]) == 30
         settle(engine)
     assert ask(engine, prompt("see {B} and {C} now")).tokens["r"] == expected
     engine.close()
