@@ -101,25 +101,32 @@ def for_planner(
             continue
         formats = registry.declared(r.backend).formats or ("gguf",)
         variant = Variant(formats[0], r.quant, "", (), size)  # type: ignore[arg-type]
-        placement = Placement(
-            r.gpu_layers, r.experts_on_host, kv_on_host=r.kv_on_host, layout=r.layout
-        )
-        measured = Measured(
-            model,
-            variant,
-            r.backend,
-            r.decode_tok_s,
-            r.depth,
-            r.kv_type,
-            r.prefill_tok_s,
-            r.prompt_tokens,
-            r.short_tok_s,
-            r.short_depth,
-            placement=placement,
-            n_batch=r.n_ubatch or DEFAULT_BATCH,
-        )
-        found.append(measured)
+        found.append(as_measured(r, model, variant))
     return tuple(found)
+
+
+def as_measured(record: Record, model: Model, variant: Variant) -> Measured:
+    """Convert a record of this model and variant to the planner's type."""
+    placement = Placement(
+        record.gpu_layers,
+        record.experts_on_host,
+        kv_on_host=record.kv_on_host,
+        layout=record.layout,
+    )
+    return Measured(
+        model,
+        variant,
+        record.backend,
+        record.decode_tok_s,
+        record.depth,
+        record.kv_type,
+        record.prefill_tok_s,
+        record.prompt_tokens,
+        record.short_tok_s,
+        record.short_depth,
+        placement=placement,
+        n_batch=record.n_ubatch or DEFAULT_BATCH,
+    )
 
 
 def _model_of(record: Record, models: Mapping[str, Model]) -> Model | None:

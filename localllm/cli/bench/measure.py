@@ -147,7 +147,6 @@ def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
     from localllm.device.detect import detect
     from localllm.library.catalog import load_catalog
     from localllm.load import measurements
-    from localllm.planner.speed import Measured
     from localllm.planner.verify import compare
 
     plan = load.plan
@@ -186,20 +185,7 @@ def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
         kv_on_host=placement.kv_on_host,
         layout=placement.layout,
     )
-    run = Measured(
-        plan.model,
-        plan.variant,
-        plan.backend,
-        record.decode_tok_s,
-        record.depth,
-        record.kv_type,
-        record.prefill_tok_s,
-        record.prompt_tokens,
-        record.short_tok_s,
-        record.short_depth,
-        placement=ran.placement,
-        n_batch=ran.n_batch,
-    )
+    run = measurements.as_measured(record, plan.model, plan.variant)
     # Measurements of other models on this machine count. Earlier runs of this model would only be
     # compared with themselves.
     known = [o for o in measurements.load() if o.model != record.model]
