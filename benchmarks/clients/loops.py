@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -180,6 +181,16 @@ class Given:
         ]
         self._results: Path | None = parsed.results
 
+    def programs(self) -> Iterator[tuple[Agent, Path]]:
+        """The agents with their installed programs, without those that can't be installed."""
+        for agent in self.agents:
+            try:
+                program = installed(agent, self.cache)
+            except (OSError, subprocess.CalledProcessError) as e:
+                print(f"{agent.name:14} can't be installed: {e}", flush=True)
+            else:
+                yield agent, program
+
     def add(self, name: str, result: dict[str, Any]) -> None:
         """Keep a result in the file of results, in place of an earlier one."""
         if self._results is None:
@@ -212,8 +223,7 @@ def arguments(about: str | None, more: Mapping[str, str] = MappingProxyType({}))
 def main() -> None:
     """Run what the command line asks for."""
     given = arguments(__doc__)
-    for agent in given.agents:
-        program = installed(agent, given.cache)
+    for agent, program in given.programs():
         for notation in given.notations:
             result = run(agent, notation, program, given.keep)
             said = result.stopped or "complete"

@@ -17,12 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients.agent import Agent, Place, end, installed, judge, start, wait
-from benchmarks.clients.agents import AGENTS
+from benchmarks.clients.agent import Agent, Place, end, judge, start, wait
 from benchmarks.clients.brain import READ, SHELL, TASK, Offered, Worker, fill, named
 from benchmarks.clients.loops import Stage, arguments, because, stage
 from benchmarks.clients.notations import Notation
 
+# The first agents are programs with a terminal of their own. The others are libraries and the like.
+_WITH_SCENES = 10
 MOST_S = 0.3  # from Ctrl-C to the end of generation
 _TAIL_CHARS = 5_000
 _PNG = base64.b64decode(
@@ -267,10 +268,9 @@ def main() -> None:
     """Run what the command line asks for."""
     given = arguments(__doc__, {"--scenes": "scenes by name, comma-separated"})
     names = given.scenes.split(",") if given.scenes else list(SCENES)
-    for agent in given.agents:
-        if agent not in AGENTS[:10] and not given.only:
-            continue
-        program = installed(agent, given.cache)
+    if not given.only:
+        given.agents = given.agents[:_WITH_SCENES]
+    for agent, program in given.programs():
         for notation in given.notations:
             for name in names:
                 said = SCENES[name](agent, notation, program)
