@@ -13,6 +13,8 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
+# Before our backend is loaded: this import takes over the library's log.
+import llama_cpp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -107,7 +109,6 @@ def fill(
 @pytest.fixture(scope="module")
 def native(model: VisionModel) -> Iterator[tuple[Any, Any]]:
     """The model and its projector, loaded by llama.cpp's own functions."""
-    import llama_cpp
     from llama_cpp import mtmd_cpp as mtmd
 
     params = llama_cpp.llama_model_default_params()
@@ -125,7 +126,6 @@ def theirs(
     native: tuple[Any, Any], text: list[str], pictures: Sequence[Media]
 ) -> NDArray[np.float32]:
     """The logits that llama.cpp's own helper gets for the prompt, in a context of its own."""
-    import llama_cpp
     from llama_cpp import mtmd_cpp as mtmd
 
     weights, eyes = native
