@@ -12,13 +12,15 @@ from __future__ import annotations
 import argparse
 import hashlib
 import http.client
+import itertools
 import json
+import multiprocessing
 import socket
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from localllm.bench.scenarios import unique, user
 from localllm.bench.stream import free_port
 
 _THREADS = 8
-_SETTLE_S = 1.5
+_SETTLE_S = 2.5
 _TIMEOUT_S = 60.0
 _KEYS = {name: f"{name}-{name}-{name}-{name}" for name in ("busy", "other")}
 _CHAT = "/v1/chat/completions"
@@ -37,35 +39,11 @@ Behaviour = Callable[["Client", int], None]
 
 
 class Client:
-    """Sends requests of the busy key. After `close`, those in progress end and new ones fail."""
+    """Sends requests of the busy key."""
 
     def __init__(self, port: int, model: str) -> None:
         self.port = port
         self.model = model
-        self._closed = False
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            for connected in self._open:
-                with suppress(OSError):
-                    connected.shutdown(socket.SHUT_RDWR)
-
-    @contextmanager
-    def connection(self) -> Iterator[socket.socket]:
-        """A connection to the server."""
-        with socket.create_connection(("127.0.0.1", self.port), _TIMEOUT_S) as connected:
-            with self._lock:
-                if self._closed:
-                    raise ConnectionAbortedError
-                self._open.add(connected)
-            try:
-                yield connected
-            finally:
-                with self._lock:
-                    self._open.discard(connected)
 
     def send(
         self, method: str, path: str, body: Any = None, *, leave: bool = False, **headers: str
@@ -73,9 +51,8 @@ class Client:
         """Send a request and read its answer, or leave after the first bytes."""
         data = None if body is None else json.dumps(body)
         sent = {"authorization": f"Bearer {_KEYS['busy']}", "content-type": "application/json"}
-        with self.connection() as connected:
-            connection = http.client.HTTPConnection("127.0.0.1", self.port)
-            connection.sock = connected
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_TIMEOUT_S)
+        with closing(connection):
             connection.request(method, path, data, {**sent, **headers})
             with connection.getresponse() as answer:
                 answer.read(1 if leave else None)
@@ -103,7 +80,7 @@ def _tools(n: int) -> list[dict[str, Any]]:
 
 
 def _silent(client: Client, _: int) -> None:
-    with client.connection() as connected:
+    with socket.create_connection(("127.0.0.1", client.port), _TIMEOUT_S) as connected:
         connected.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n")
         time.sleep(1.0)
 
@@ -132,29 +109,33 @@ BEHAVIOURS: dict[str, Behaviour] = {
 }
 
 
-@contextmanager
-def _doing(behaviour: Behaviour, client: Client) -> Iterator[None]:
-    """Repeat `behaviour` in threads while the block runs. Refusals and cut answers are no error."""
-    over = threading.Event()
+def _repeat(name: str, port: int, first: int) -> None:
+    """Do one of the things again and again. Refusals and cut answers are no error."""
+    client = Client(port, "")
+    for n in itertools.count(first, _THREADS):
+        with suppress(OSError, http.client.HTTPException):
+            BEHAVIOURS[name](client, n)
 
-    def repeat(first: int) -> None:
-        n = first
-        while not over.is_set():
-            with suppress(OSError, http.client.HTTPException):
-                behaviour(client, n)
-            n += _THREADS
 
-    threads = [threading.Thread(target=repeat, args=[i], daemon=True) for i in range(_THREADS)]
+def _be_busy(name: str, port: int) -> None:
+    """The work of the busy key's process."""
+    threads = [threading.Thread(target=_repeat, args=(name, port, i)) for i in range(_THREADS)]
     for thread in threads:
         thread.start()
+
+
+@contextmanager
+def _doing(name: str, port: int) -> Iterator[None]:
+    """Do one of the things while the block runs, in a process of its own: making texts of 6 MB would
+    hold the interpreter that measures."""
+    busy = multiprocessing.get_context("spawn").Process(target=_be_busy, args=(name, port))
+    busy.start()
     time.sleep(_SETTLE_S)
     try:
         yield
     finally:
-        over.set()
-        client.close()
-        for thread in threads:
-            thread.join(_TIMEOUT_S)
+        busy.kill()
+        busy.join()
 
 
 def _first_tokens(server: Server, rounds: int, seeds: Iterator[int]) -> list[float]:
@@ -195,7 +176,7 @@ def main() -> None:
             _first_tokens(server, 2, seeds)
             for name in options.only:
                 alone_s = statistics.median(_first_tokens(server, options.rounds, seeds))
-                with _doing(BEHAVIOURS[name], Client(port, "")):
+                with _doing(name, port):
                     waited = _first_tokens(server, options.rounds, seeds)
                 _tell(name, alone_s, waited)
                 # Until the streams that were kept for their clients have ended.

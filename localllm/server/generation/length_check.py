@@ -13,7 +13,9 @@ from localllm.server.generation.chat import ChatRequest
 # Texts of up to this many characters for each token of the context are not checked here. The worker
 # counts their tokens.
 _CHARS_A_TOKEN = 32
-# Most texts have 3 to 5 characters a token, so a sample of this many is longer than the context.
+# A text's first characters show how many it has for each token: most have 3 to 5.
+_PROBE_CHARS = 4096
+# A sample of the text that is longer than the context has at most so many.
 _SAMPLE_CHARS_A_TOKEN = 12
 
 
@@ -38,14 +40,24 @@ async def check_texts_fit(texts: Sequence[str], engine: EngineClient) -> None:
     n_chars = sum(map(len, texts))
     if n_chars <= _CHARS_A_TOKEN * n_ctx:
         return
-    sample = ""
-    for text in texts:
-        sample += text[: _SAMPLE_CHARS_A_TOKEN * n_ctx - len(sample)]
-    n_tokens = await engine.count_tokens(sample)
     # Texts that are tokenised together may have a few tokens less.
-    if n_tokens <= n_ctx + n_ctx // 8:
+    most_tokens = n_ctx + n_ctx // 8
+    probe = _beginning(texts, _PROBE_CHARS)
+    chars_a_token = len(probe) / max(1, await engine.count_tokens(probe))
+    chars_a_token = min(1.25 * chars_a_token, _SAMPLE_CHARS_A_TOKEN)
+    sample = _beginning(texts, int(chars_a_token * most_tokens))
+    n_tokens = await engine.count_tokens(sample)
+    if n_tokens <= most_tokens:
         return
     about = n_tokens * n_chars // len(sample)
     raise ContextLengthError(
         f"the text has about {about} tokens, but the limit is {n_ctx}", counts=(about, n_ctx)
     )
+
+
+def _beginning(texts: Sequence[str], n_chars: int) -> str:
+    """Return the first characters of `texts` together."""
+    found = ""
+    for text in texts:
+        found += text[: n_chars - len(found)]
+    return found

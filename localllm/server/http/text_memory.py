@@ -27,7 +27,8 @@ def text_bytes(body: bytes | bytearray) -> int:
     """Return how many bytes the texts in `body` take at most."""
     if 0 in body[:4]:  # UTF-16 or UTF-32
         return 2 * len(body)
-    if body.isascii() and b"\\u" not in body:
+    # A search for one byte takes a tenth of the time of a search for two.
+    if body.isascii() and (b"\\" not in body or b"\\u" not in body):
         return len(body)
     return sum(_part_bytes(body, start, end) for start, end in _parts(body))
 
