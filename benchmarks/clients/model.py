@@ -26,6 +26,7 @@ from localllm.engine.messages import (
     FinishReason,
     Prefill,
     Queued,
+    Reasoning,
     Request,
     Text,
     Timings,
@@ -177,8 +178,8 @@ class ScriptedModel(ScriptedEngine):
         if request.constraint is None:
             return self._free(request, wants[0], limit)
         options = wants[:1]
-        if request.constraint.grammar is not None and request.constraint.reasoning is None:
-            options = [w[_begun(prompt, w) :] for w in wants]
+        if request.constraint.grammar is not None:
+            options = _parts(wants, prompt, request.constraint.reasoning)
         failed: list[_RefusedError] = []
         for option in options:
             constraint = AnswerConstraint(
@@ -275,6 +276,15 @@ class ScriptedModel(ScriptedEngine):
             raise _RefusedError(f"the grammar refuses {wanted[:40]!r} behind {said!r}")
         self.coerced.append(f"{self.vocabulary.text([forced])!r} before {wanted[:20]!r}")
         return forced
+
+
+def _parts(wants: list[str], prompt: str, reasoning: Reasoning | None) -> list[str]:
+    """The replies that a grammar of the whole answer may want: without what the prompt ends with, or
+    after the reasoning that is still open."""
+    if reasoning is None:
+        return [want[_begun(prompt, want) :] for want in wants]
+    thought, close, _ = wants[0].partition(reasoning.closing)
+    return [wants[0], *(thought + close + want for want in wants[1:])]
 
 
 class _RefusedError(Exception):
