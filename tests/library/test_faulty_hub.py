@@ -28,6 +28,7 @@ from localllm.library import hf_cache, store
 from localllm.library.hub import Patience
 from localllm.library.pull import pull
 from localllm.library.types import LocalModel
+from support.until import until
 
 _DISK_BYTES = 6 << 20
 _RUNS = int(os.environ.get("LOCALLLM_TEST_SEEDS", "200"))
@@ -230,7 +231,15 @@ def test_a_disk_that_fills_up_during_a_download(
     monkeypatch.setenv("HF_HUB_CACHE", str(where))
     repo = hub.add("org/Model-GGUF", {"Model-Q4_K_M.gguf": random.Random(1).randbytes(3_000_000)})
     ballast = Ballast(small_disk)
-    hub.fill_disk = ballast.fill
+
+    def has_begun() -> bool:
+        return any(part.stat().st_size for part in where.rglob("*.incomplete"))
+
+    def fill() -> None:
+        until(has_begun, "the download did not reach the disk")
+        ballast.fill()
+
+    hub.fill_disk = fill
     hub.schedule = Schedule(seed=1, always=("content", "disk full"))
     with pytest.raises(DownloadError, match="is full") as e:
         pull(repo.name, patience=patience, reserve_bytes=0)
