@@ -37,7 +37,8 @@ class Agent:
     `localllm connect`, whose output configures it here; `command` starts it without a terminal;
     `prepare` does what connect asks a person to do.
 
-    `worker` is another brain than usual, `edits` False for a client that leaves files alone, `says`
+    `worker` is another brain than usual, `offers_tools` False for a client that reads files itself
+    and takes the edit from the text of the answer, `edits` False for a client that leaves files alone, `says`
     what its output must hold. `mcp` offers the client an MCP server, started by a command, and
     returns what is added to its own command.
     """
@@ -52,6 +53,7 @@ class Agent:
     prepare: Callable[[Place], Sequence[Sequence[str]]] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     worker: type[Worker] = Worker
+    offers_tools: bool = True
     edits: bool = True
     says: str = DONE
     limit_s: float = 90.0

@@ -273,7 +273,9 @@ def main() -> None:
     for agent, program in given.programs():
         for notation in given.notations:
             for name in names:
-                said = SCENES[name](agent, notation, program)
+                said = "offers no tools"
+                if agent.offers_tools or name == "interrupt":
+                    said = SCENES[name](agent, notation, program)
                 print(f"{agent.name:14} {notation.name:18} {name:10} {said}", flush=True)
                 given.add(
                     f"{agent.name} {notation.name} {name}", {"version": agent.version, "said": said}

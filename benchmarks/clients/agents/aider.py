@@ -35,5 +35,6 @@ AGENT = Agent(
     ),
     recipe="aider",
     worker=Editing,
+    offers_tools=False,
     says=f"The bird is a {NEW}",
 )  # fmt: skip
