@@ -15,6 +15,7 @@ from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.interfaces import EngineProgress
 from tui.conftest import Driver
+from tui.scripted_models import ScriptedModelService
 from tui.scripted_sse import ScriptedServer
 
 
@@ -56,6 +57,25 @@ def test_a_question_waits_for_the_model_and_is_answered(drive: Any, server: Scri
         await d.until(lambda: d.app.chat.listed.n_ctx == 1000)
 
     drive(play, engine=engine)
+
+
+def test_a_question_that_waits_for_the_model_goes_before_plans(
+    drive: Any, server: ScriptedServer
+) -> None:
+    engine = Engine()
+    service = ScriptedModelService()
+    server.answer("Bonjour")
+
+    async def play(d: Driver) -> None:
+        await d.until(lambda: engine.started)
+        await d.until(lambda: "starter model" in d.screen())
+        await d.send("hello in French")
+        engine.now = EngineProgress()
+        await d.until(lambda: not d.app.chat.answering)
+        assert "Bonjour" in d.screen()
+        assert service.requests == []
+
+    drive(play, engine=engine, model_service=service, first_run=True, size=(100, 40))
 
 
 _WAITS_UNTIL_HTTPX_IS_READ = """
