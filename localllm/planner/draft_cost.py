@@ -2,10 +2,10 @@
 
 t = row · 2 · parameters / lanes  +  guess_s
 
-A drafted token is one more row of its sequence. The kernels for few rows multiply on the plain lanes
-of the units, not on those for matrices. Each row costs the arithmetic of all weights again, and the
-weights are read once. A guess of the model's own heads computes one layer and the output matrix
-(`guess_share`). It also takes `guess_s` of the host, which launches it and samples from it.
+A drafted token is one more row of its sequence. The kernels for few rows multiply on the plain
+lanes of the units, not on those for matrices. Each row costs the arithmetic of all weights again,
+and the weights are read once. A guess of the model's own heads computes one layer and the output
+matrix (`guess_share`). It also takes `guess_s` of the host, which launches it and samples from it.
 
 A fixed share of a step is a worse law. It is too low for small models and for cards with much
 bandwidth, and too high for slow memories. Coefficients: efficiency.json ("drafted"), fitted to
@@ -42,8 +42,8 @@ def draft_seconds(model: Model, variant: Variant, hardware: Hardware) -> dict[st
 
 
 def guess_share(model: Model, variant: Variant) -> float:
-    """Return what a guess of the model's own heads reads, as a share of what a step reads: one layer
-    and the output matrix."""
+    """Return what a guess of the model's own heads reads, as a share of what a step reads: one
+    layer and the output matrix."""
     read = streamed(model, variant).total_bytes
     output = layer_bytes.parts(model, variant).output_bytes
     return min(1.0, output / max(1, read) + 1 / len(model.layers))

@@ -30,8 +30,8 @@ _PARTS_FILE = Path(__file__).with_name("parts.toml")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Coefficients of one cost model ("decode", "prefill", "batched" or "drafted"), and the effects of keys on
-    them, as natural logs.
+    """Coefficients of one cost model ("decode", "prefill", "batched" or "drafted"), and
+    the effects of keys on them, as natural logs.
 
     `rows` counts the measurements of each key. `width` gives the half width of an 80 % range by
     stratum (localllm/planner/ranges.py).

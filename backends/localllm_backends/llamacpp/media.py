@@ -165,8 +165,8 @@ class Projector:
             part += 1
 
     def _measure_sound(self, n_samples: int) -> list[list[int] | tuple[int, int]]:
-        """The layout of a sound: the tokens of texts, and the numbers of tokens and positions of its
-        parts.
+        """The layout of a sound: the tokens of texts, and the numbers of tokens and positions of
+        its parts.
 
         mtmd computes a spectrum to count them, which takes a second for half an hour.
         """

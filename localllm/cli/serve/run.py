@@ -188,8 +188,8 @@ async def _serve(
 ) -> None:
     app, serve_on = await asyncio.to_thread(application, router, settings, store)
     # While the model loads, its worker needs the processors, and then the first request does.
-    later = partial(asyncio.get_running_loop().call_later, _LATER_S, _in_thread, _prepare_rest, app)
-    loading.add_done_callback(lambda _: later())
+    loop = asyncio.get_running_loop()
+    loading.add_done_callback(lambda _: loop.call_later(_LATER_S, _in_thread, _prepare_rest, app))
     served = app if report is None else with_lines(app, report)
     if warmed is None:
         await serve_on(served, socks, settings)

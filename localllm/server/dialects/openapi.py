@@ -102,8 +102,8 @@ _building = threading.Lock()
 
 
 def build_bodies() -> None:
-    """Build pydantic's validators of the imported dialects in their order, so that the first request
-    does not wait for this. Several threads may ask at the same time."""
+    """Build pydantic's validators of the imported dialects in their order, so that the first
+    request does not wait for this. Several threads may ask at the same time."""
     with _building:
         for body in [*_BODIES.values()]:
             body.model_rebuild()

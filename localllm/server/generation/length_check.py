@@ -1,5 +1,5 @@
-"""Refuses conversations and prompts that are many times longer than the context before other work is
-done for them."""
+"""Refuses conversations and prompts that are many times longer than the context before other work
+is done for them."""
 
 from __future__ import annotations
 

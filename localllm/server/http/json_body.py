@@ -294,8 +294,8 @@ async def _received(request: Request, settings: ServerSettings) -> bytearray:
 
 
 def _check_counts(text: Received) -> int:
-    """Return the number of opening brackets in `text`, those in strings included. Raise BadJsonError
-    or BodyTooLargeError if it holds too many containers or values.
+    """Return the number of opening brackets in `text`, those in strings included. Raise
+    BadJsonError or BodyTooLargeError if it holds too many containers or values.
 
     For the limits, brackets and commas inside strings don't count. Strings are parsed only if the
     simple count is over a limit."""

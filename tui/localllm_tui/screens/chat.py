@@ -356,8 +356,8 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         self.changed()
 
     async def _plan_first_run(self) -> None:
-        """Plan what the page of the first run offers. That takes half a second of a core, so the model
-        is loaded first, and a question that waits for it is answered."""
+        """Plan what the page of the first run offers. That takes half a second of a core, so the
+        model is loaded first, and a question that waits for it is answered."""
         while not self.chat.client.ready:
             await asyncio.sleep(LOOK_S)
         first_run = self.chat.first_run
