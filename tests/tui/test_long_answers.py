@@ -3,6 +3,7 @@ one looks."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -25,6 +26,28 @@ async def reopen(d: Driver) -> None:
     )
     await d.until(lambda: [v is not streamed for v in d.app.screen.query(AnswerView)] == [True])
     await d.pilot.pause()
+
+
+def test_the_first_text_is_drawn_at_once_after_a_busy_time(
+    drive: Any, server: ScriptedServer
+) -> None:
+    gate = Gate()
+    server.play(gate, Say(["Bonjour"]), Finish())
+
+    async def play(d: Driver) -> None:
+        await d.send("hello in French")
+        await d.until(lambda: "waiting for the first token" in d.screen())
+        busy_until_s = time.thread_time() + 0.5
+        while time.thread_time() < busy_until_s:
+            pass
+        view = d.app.screen.query_one(AnswerView)
+        view.feed("Salut")
+        await d.pilot.pause()
+        assert "Salut" in d.screen()
+        gate.opened.set()
+        await d.until(lambda: not d.app.chat.answering)
+
+    drive(play)
 
 
 def test_however_long_an_answer_is_the_screen_has_as_many_widgets(

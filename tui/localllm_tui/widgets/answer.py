@@ -26,6 +26,7 @@ from localllm_tui.widgets.transcript import Transcript, TurnView
 DRAW_EVERY_S = 1 / 15
 DRAW_SHARE = 0.1
 DRAW_AT_LEAST_EVERY_S = 1.0
+_NEVER_DRAWN = (0.0, float("-inf"))
 # The characters of a tool's arguments that may be in its headline.
 _CALL_CHARS = 1_000
 FOLDED: dict[str, Any] = {"collapsed": True, "collapsed_symbol": "▸", "expanded_symbol": "▾"}
@@ -59,7 +60,7 @@ class AnswerView(TurnView):
         self._tool_line = ""
         self._hides_thinking = False  # until a key asks for it
         # CPU seconds of this thread, and the time, at the last frame
-        self._drawn = (0.0, float("-inf"))
+        self._drawn = _NEVER_DRAWN
 
     def compose(self) -> ComposeResult:
         yield Static(self.headline, classes="who", markup=False)
@@ -99,9 +100,11 @@ class AnswerView(TurnView):
         self._timer = self.set_interval(DRAW_EVERY_S, self._draw)
 
     def feed(self, text: str = "", reasoning: str = "") -> None:
-        """Take a piece; it is drawn with the next frame."""
+        """Take a piece. The first is drawn at once, others with the next frame."""
         self._pending += printable(text)
         self._pending_thought += printable(reasoning)
+        if self._drawn == _NEVER_DRAWN:
+            self._draw()
 
     def tool_started(self, name: str) -> None:
         self._tool = (one_line(name), time.monotonic())
@@ -151,14 +154,15 @@ class AnswerView(TurnView):
         self._drawn = (time.thread_time(), time.monotonic())
         new = self._pending
         self._pending = ""
-        if self._pending_thought or new or last:
-            self._draw_thought(done=last or bool(self._answer.source or new))
+        self._draw_thought(done=last or bool(self._answer.source or new))
         if new:
             self._answer.add(new)
         if isinstance(self.parent, Transcript):
             self.parent.follow()
 
     def _may_draw(self) -> bool:
+        if not self._pending and not self._pending_thought:
+            return False
         cpu_s, at_s = self._drawn
         passed_s = time.monotonic() - at_s
         if passed_s >= DRAW_AT_LEAST_EVERY_S:
