@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from localllm.cli.serve.presets import Preset, load_presets, preset_and_model
-from localllm.cli.serve.run import application
+from localllm.cli.serve.run import application, until_ordered
+from localllm.engine.worker.pipe import end_ahead, start_ahead
 from localllm.errors import LocalLLMError, UsageError
 from localllm.library.resolve import resolve
 from localllm.plain_output import TerminalLine
@@ -129,23 +130,39 @@ class OwnEngine:
             api_key=self.api_key,
             keeps_awake=self._settings.value("keep_awake"),
         ).secured()
-        router = await asyncio.to_thread(self._router)
+        router = await self._router_and_worker()
         # The chat shows the notice from the list of models, so it needs no report.
         pace = asyncio.create_task(DecodeSpeedWatch(router, lambda _: None).run())
-        serving = asyncio.create_task(asyncio.to_thread(application, router, secured))
+        loading = asyncio.create_task(self._load_first())
         try:
-            if self._first is not None:
-                try:
-                    await self._first.engine()
-                except LocalLLMError as e:
-                    self._fail(e)
-            app, serve_on = await serving
+            await until_ordered(loading)
+            app, serve_on = await asyncio.to_thread(application, router, secured)
+            await loading
             self._tried.set()
             await serve_on(app, [self._sock], secured, quiet=True)
         finally:
-            serving.cancel()
+            loading.cancel()
             pace.cancel()
             await router.close()
+
+    async def _router_and_worker(self) -> ModelRouter:
+        """Make the router. Planning takes as long as importing the engine, so a worker starts
+        meanwhile."""
+        await start_ahead()
+        try:
+            return await asyncio.to_thread(self._router)
+        except BaseException:
+            await end_ahead()
+            raise
+
+    async def _load_first(self) -> None:
+        try:
+            if self._first is not None:
+                await self._first.engine()
+        except LocalLLMError as e:
+            self._fail(e)
+        finally:
+            await end_ahead()
 
     def _router(self) -> ModelRouter:
         """Return a router with the model and the other installed models.

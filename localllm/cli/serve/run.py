@@ -51,7 +51,6 @@ async def serve_until_stopped(
     """
     from localllm.cli.serve.api_keys import key_path
     from localllm.cli.serve.listening import key_notice, reachable_address, who_is_answered
-    from localllm.engine.worker.pipe import ordered_ahead
 
     def report(text: str) -> None:
         if not quiet:
@@ -70,11 +69,7 @@ async def serve_until_stopped(
     loading = asyncio.create_task(_load(router, report))
     tasks = [loading]
     try:
-        # Give the worker its task first: starting the server holds the interpreter for a third of a
-        # second.
-        ordering = asyncio.create_task(ordered_ahead())
-        tasks.append(ordering)
-        await asyncio.wait(tasks, timeout=_ORDER_S, return_when=asyncio.FIRST_COMPLETED)
+        await until_ordered(loading)
         from localllm.cli.serve.decode_speed import DecodeSpeedWatch
         from localllm.memory.guard import memory_is_short
         from localllm.server.models.unloading import unload_idle
@@ -99,6 +94,19 @@ async def serve_until_stopped(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await router.close()
+
+
+async def until_ordered(loading: asyncio.Task[None]) -> None:
+    """Wait until the worker has its order. Importing the server holds the interpreter for a third
+    of a second, and the order would wait for it."""
+    from localllm.engine.worker.pipe import ordered_ahead
+
+    ordering = asyncio.create_task(ordered_ahead())
+    tasks = {loading, ordering}
+    try:
+        await asyncio.wait(tasks, timeout=_ORDER_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ordering.cancel()
 
 
 async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
