@@ -31,7 +31,7 @@ class LookApp(App[T]):
     Input > .input--placeholder { color: $hint; }
     OptionList > .option-list--option-highlighted { text-style: bold; }
     OptionList:ansi > .option-list--option-highlighted { background: $accent; color: ansi_black; }
-    CommandPalette > Vertical { background: $surface; }
+    CommandPalette > Vertical { background: $surface; max-width: 110; }
     CommandPalette #--input, CommandPalette #--input.--list-visible { border: round $accent-text; }
     CommandPalette CommandInput, CommandPalette CommandInput:focus { border: none; height: 1; }
     CommandPalette SearchIcon { color: $accent-text; margin-top: 0; }
