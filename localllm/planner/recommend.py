@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 from localllm.device.accelerators import KINDS, rival
 from localllm.device.types import Device
@@ -120,14 +121,20 @@ def recommend(
     picks have their longest context and all reasons (`detailed_plan`). At most two picks
     are from one family, with different sizes, so that one maker cannot fill all eight. No pick is
     matched by another one in all figures (localllm/planner/selection.py).
+
+    Ranks need rough plans only. If the answer shows few plans without details, only those are
+    completed, and `on_plan` gets rough ones.
     """
     everything = list(models)
     need = scoring.need_of(workload)
     best: list[Plan] = []
     rejected: list[Rejected] = []
+    complete = partial(_completed, device, workload=workload, overrides=overrides)
+    completes_all = detailed or not limit
     for model in everything:
         outcome = _best_of(device, model, workload, need, overrides)
         if isinstance(outcome, Plan):
+            outcome = complete(outcome) if completes_all else outcome
             best.append(outcome)
             if on_plan is not None:
                 on_plan(outcome)
@@ -138,7 +145,8 @@ def recommend(
     newest = attrgetter("model.release_date", "model.params_active", "model.id")
     best.sort(key=newest, reverse=True)
     best.sort(key=_rank)
-    shown, left = selection.choose(_reliable_first(best), limit)
+    late = None if completes_all else complete
+    shown, left = selection.choose(_reliable_first(best), limit, late)
     for plan, reason in left:
         rejected.append(_not_shown(device, plan, reason, workload, overrides))
     rejected.sort(key=lambda r: (-quality.rate(r.model, workload.purpose).points, r.model.id))
@@ -146,6 +154,11 @@ def recommend(
     if detailed:
         picks = [detailed_plan(device, plan, everything, workload, overrides) for plan in picks]
     return Recommendation(tuple(picks), tuple(rejected), workload)
+
+
+def _completed(device: Device, plan: Plan, *, workload: Workload, overrides: Overrides) -> Plan:
+    """Return `plan` with the figures that its rank does not need. Its score stays."""
+    return replace(finished(device, plan, workload, overrides), score=plan.score)
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:
@@ -337,7 +350,7 @@ def _best_of(
         fast = [plan for plan in plans if not too_slow(plan, need)]
         if fast:
             best, chosen = _best_file(fast, need)
-            return replace(finished(device, chosen, workload, overrides), score=best.score)
+            return replace(chosen, score=best.score)
         fitting = fitting or plans
     if fitting:
         quickest = max(fitting, key=attrgetter("stream_tok_s", "variant.quant"))
@@ -419,8 +432,7 @@ def variants_of(
     return sorted(plans, key=attrgetter("variant.file_bytes", "variant.format", "variant.quant"))
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
+class Reach(NamedTuple):
     """The machines that run a model at a given speed.
 
     `found` has them with the slowest memory first, each with the best plan that is fast enough.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -28,14 +28,22 @@ _SAME_SIZE = 1.25
 _VERSION = re.compile(r"-?\d+(?:\.\d+)*(?=-|$)")
 
 
-def choose(ranked: Sequence[Plan], limit: int) -> tuple[list[Plan], list[tuple[Plan, str]]]:
+def choose(
+    ranked: Sequence[Plan], limit: int, complete: Callable[[Plan], Plan] | None = None
+) -> tuple[list[Plan], list[tuple[Plan, str]]]:
     """Return at most `limit` of `ranked` (best first; 0 = all). Also return the others, each with
-    the reason why it is not shown."""
+    the reason why it is not shown.
+
+    `complete` adds the figures that a rough plan lacks, until `limit` plans are shown.
+    """
     if not limit:
         return list(ranked), []
     shown: list[Plan] = []
     left: list[tuple[Plan, str]] = []
-    for plan in ranked:
+    for rough in ranked:
+        plan = rough
+        if complete is not None and len(shown) < limit:
+            plan = complete(rough)
         reason = _not_shown(plan, shown, limit)
         if reason:
             left.append((plan, reason))
