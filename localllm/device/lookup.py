@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import chain, combinations
 from pathlib import Path
+from typing import Any
 
 from localllm import json_store, paths
 from localllm.device import name_parser, parts_table
@@ -23,15 +23,32 @@ _NICKNAMES_FILE = Path(__file__).with_name("nicknames.toml")
 
 
 @cache
-def _index() -> dict[frozenset[str], tuple[DeviceRow, ...]]:
-    """Rows indexed by the set of words that name them, without memory sizes and core counts.
+def _kept() -> dict[str, Any]:
+    """The words of names and nicknames. They are kept in the cache folder, because reading 1,300
+    names takes longer than a plan."""
+    sources = [parts_table.FILE, _NICKNAMES_FILE, Path(__file__), Path(name_parser.__file__)]
+    path = paths.cache_dir() / "device-words.json"
+    kept: dict[str, Any] = json_store.derived(path, sources, _words)
+    return kept
 
-    The words are kept in the cache folder, because reading 1,300 names takes longer than a plan.
-    """
+
+def _words() -> dict[str, Any]:
+    """Return what `_kept` keeps: the words of names with the places of their rows, and the words of
+    nicknames with those of the full names."""
+    nicknames = [
+        (name_parser.words(nick), name_parser.read(meant).words)
+        for nick, meant in _listed_nicknames().items()
+    ]
+    return {"names": _names(), "nicknames": nicknames}
+
+
+@cache
+def _index() -> dict[frozenset[str], tuple[DeviceRow, ...]]:
+    """Rows indexed by the set of words that name them, without memory sizes and core counts."""
     rows = parts_table.rows()
-    sources = [parts_table.FILE, Path(__file__), Path(name_parser.__file__)]
-    kept = json_store.derived(paths.cache_dir() / "device-words.json", sources, _names)
-    return {frozenset(words): tuple(rows[at] for at in places) for words, places in kept}
+    return {
+        frozenset(words): tuple(rows[at] for at in places) for words, places in _kept()["names"]
+    }
 
 
 def _names() -> list[tuple[list[str], list[int]]]:
@@ -84,15 +101,14 @@ MAKERS = {"acer", "asus", "dell", "gigabyte", "hp", "lenovo", "msi"}
 @cache
 def _listed_nicknames() -> dict[str, str]:
     """The full name of each nickname. Package data, read once per process."""
+    import tomllib
+
     return tomllib.loads(_NICKNAMES_FILE.read_text(encoding="utf-8"))
 
 
 @cache
 def _nicknames() -> dict[frozenset[str], frozenset[str]]:
-    return {
-        frozenset(name_parser.words(nick)): frozenset(name_parser.read(meant).words)
-        for nick, meant in _listed_nicknames().items()
-    }
+    return {frozenset(nick): frozenset(meant) for nick, meant in _kept()["nicknames"]}
 
 
 @cache
