@@ -99,7 +99,10 @@ def _run(argv: list[str] | None) -> None:
         warning = "the command line is not valid UTF-8"
         sys.exit(report(UsageError(warning, hint="type it in UTF-8, or pipe it in")))
     finally:
-        gc.enable()
+        if argv is None:
+            gc.freeze()  # The process ends now. Collecting its garbage took 40 ms.
+        else:
+            gc.enable()
 
 
 if __name__ == "__main__":
