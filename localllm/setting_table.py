@@ -9,13 +9,12 @@ of `localllm serve`. Other commands list the settings that they take
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 Value = str | int | float | bool | tuple[str, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(NamedTuple):
     """One setting.
 
     `kind`: the type its text is parsed to. A number is finite and 0 or more.

@@ -10,9 +10,8 @@ import difflib
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from localllm import paths, setting_table
 from localllm.errors import UsageError
@@ -25,8 +24,7 @@ _SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no
 _TABLES = ("models", "upstream", "keys", "chat_keys", "mcp")
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """A setting's value and its source."""
 
     value: Any

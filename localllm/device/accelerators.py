@@ -6,9 +6,8 @@ A new kind needs three things: a row here, detection code (machines/), and a bui
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 _MIB = 2**20
 _USUAL_UNITS = 68
@@ -17,8 +16,7 @@ _MIN_RUNTIME_MIB = 96
 Accelerator = Literal["metal", "cuda", "rocm", "vulkan", "sycl", "cpu"]
 
 
-@dataclass(frozen=True, slots=True)
-class AcceleratorKind:
+class AcceleratorKind(NamedTuple):
     """Properties of one kind of accelerator.
 
     - `label`: name shown to users.

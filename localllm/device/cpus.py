@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from localllm import json_store, paths
 from localllm.device.ram import NO_RAM, StatedRam
 from localllm.device.types import Figure
 
 
-@dataclass(frozen=True, slots=True)
-class Processor:
+class Processor(NamedTuple):
     """One processor.
 
     - `line`: its product line.
@@ -65,8 +63,7 @@ _PLAIN_LETTERS = ("K", "KF", "KS", "F", "T", "S", "E", "TE")
 _FILE = Path(__file__).with_name("cpus.toml")
 
 
-@dataclass(frozen=True, slots=True)
-class _ProcessorLine:
+class _ProcessorLine(NamedTuple):
     """A product line of processors.
 
     - `facts`: properties common to all of them.
@@ -203,7 +200,7 @@ def usual_bandwidth(name: str, vectors: str) -> Figure:
     """
     processor = of_name(name) or USUAL_PROCESSOR
     if processor is USUAL_PROCESSOR and vectors in ("SSE", "AVX"):
-        processor = replace(processor, memory=_OLD_MEMORY)
+        processor = processor._replace(memory=_OLD_MEMORY)
     return processor.bandwidth()
 
 

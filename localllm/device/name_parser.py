@@ -267,7 +267,7 @@ def _ram(text: str) -> tuple[StatedRam | None, str]:
         rate = int(groups.get("rate") or 0)
         return StatedRam(size, groups.get("kind") or "", rate, channels), _without(found)
     if channels:
-        return replace(NO_RAM, channels=channels), text
+        return NO_RAM._replace(channels=channels), text
     return None, text
 
 

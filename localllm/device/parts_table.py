@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from localllm import json_store, paths
 from localllm.device.ram import NO_RAM, StatedRam
@@ -21,8 +21,7 @@ _NOISE = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceRow:
+class DeviceRow(NamedTuple):
     """One row of devices.toml: a chip bin, a card or a memory configuration.
 
     - `source`: the page that its figures come from.

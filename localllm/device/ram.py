@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from localllm.device.types import Basis, Figure
 
@@ -13,8 +13,7 @@ _USUAL_RATES["lpddr5x"] = 7500
 _CHANNEL_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class StatedRam:
+class StatedRam(NamedTuple):
     """System memory as stated.
 
     - `size_gb`: GiB, or None if only the kind was stated.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from localllm.device.accelerators import Accelerator as Accelerator
 from localllm.errors import LocalLLMError, NotFoundError
@@ -58,8 +58,7 @@ class MatrixRates:
     token_tflops: Figure
 
 
-@dataclass(frozen=True, slots=True)
-class TypeRates:
+class TypeRates(NamedTuple):
     """A processor's rates for matrices of one number type ("Q4_K").
 
     `stored` uses the weights as stored. `laid_out` uses the layout into which the engine repacks
@@ -249,8 +248,7 @@ def _figure(figure: Figure | None) -> dict[str, Any] | None:
     return {"value": figure.value, "basis": figure.basis, "source": figure.source}
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
+class Price(NamedTuple):
     """A price in US dollars before tax.
 
     - `machine`: a name in devices.toml. `memory_gb`: the size that has this price (GiB as sold).

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Fits = Literal["yes", "tight", "split", "no"]
 
@@ -16,8 +15,7 @@ TIGHT_MEANS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Requirements for one memory pool, in bytes.
 
     `limit_bytes`: the most that may be used.
@@ -40,8 +38,7 @@ class Part:
         return self.needs_bytes > self.free_bytes or not is_roomy
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Whether a plan fits, and the parts on which the verdict is based.
 
     `yes`: it fits.
@@ -69,7 +66,7 @@ def verdict(parts: Sequence[Part], *, split: bool = False) -> Verdict:
     memory."""
     judged = Verdict("split" if split else "yes", tuple(parts))
     if judged.short_parts:
-        return replace(judged, fits="no")
+        return judged._replace(fits="no")
     if not split and any(part.is_tight for part in judged.parts):
-        return replace(judged, fits="tight")
+        return judged._replace(fits="tight")
     return judged

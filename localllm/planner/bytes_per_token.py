@@ -4,15 +4,14 @@ routed to."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from localllm_catalog import quants, shapes
 from localllm_catalog.types import Layer, Model, Variant
 
 
-@dataclass(frozen=True, slots=True)
-class Streamed:
+class Streamed(NamedTuple):
     """Weight bytes of one decode step of one sequence: `dense_bytes` always, `routed_bytes` for its
     chosen experts.
 
@@ -94,7 +93,7 @@ def streamed(model: Model, variant: Variant) -> Streamed:
     embed_bits = average
     mix = quants.MIXTURES.get(variant.quant)
     if mix is not None and average < 16:
-        embed_bits = float(quants.GGUF_TYPES[mix.embed].bits)
+        embed_bits = quants.GGUF_TYPES[mix.embed].bits
     # the tables have their own format; the other tensors take the rest of the file
     if model.lookup_bits:
         weights -= round(model.lookup_params * model.lookup_bits / 8)
@@ -108,7 +107,7 @@ def streamed(model: Model, variant: Variant) -> Streamed:
         return _of_bits(known, max(8 * weights - lookup * embed_bits, 4 * weights), 0.0)
     # gpt-oss as released: experts exactly MXFP4, other tensors the rest of the file
     if variant.quant == "MXFP4":
-        expert_bits = float(quants.GGUF_TYPES["MXFP4"].bits)
+        expert_bits = quants.GGUF_TYPES["MXFP4"].bits
         left = 8 * weights - known.pool_params * expert_bits
         shared = max(1.0, min(16.5, left / (dense + lookup)))
     else:
@@ -139,8 +138,7 @@ def _of_bits(known: ModelCounts, dense_bits: float, expert_bits: float) -> Strea
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCounts:
+class ModelCounts(NamedTuple):
     """Counts of a model's layers and parameters.
 
     - `groups`: (layer, number of equal layers).

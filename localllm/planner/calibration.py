@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 Parts = tuple[float, ...]
 """Seconds of one decode step by cause: weights from memory; what every layer costs anyway;
@@ -24,8 +24,7 @@ _PASSES = 8
 _LARGEST_MOVE = 0.7  # of ln factor in one pass, so that an outlier is approached in steps
 
 
-@dataclass(frozen=True, slots=True)
-class Prior:
+class Prior(NamedTuple):
     """How far a machine may deviate from the table, as standard deviations of ln seconds: all
     causes together, and each alone."""
 
@@ -40,8 +39,7 @@ ACCELERATOR = Prior(0.5, (0.10, 0.20, 0.20))
 CPU = Prior(0.4, (0.35, 0.30, 0.40))
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(NamedTuple):
     """A measured step: predicted `parts`, measured `seconds`, and its `noise` (in ln seconds)."""
 
     parts: Parts
@@ -49,8 +47,7 @@ class Observation:
     noise: float
 
 
-@dataclass(frozen=True, slots=True)
-class Learnt:
+class Learnt(NamedTuple):
     """Natural logs of each cause's factor, and their covariance."""
 
     logs: Parts

@@ -209,8 +209,7 @@ class CostTerm(NamedTuple):
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeCost:
+class DecodeCost(NamedTuple):
     """The `seconds` of one decode step by cause, as `--explain` prints them."""
 
     seconds: Mapping[str, float]

@@ -14,9 +14,9 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from localllm.device.types import Device
 from localllm.planner.kernel_facts import facts
@@ -28,8 +28,7 @@ FILE = Path(__file__).with_name("efficiency.json")
 _PARTS_FILE = Path(__file__).with_name("parts.toml")
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """Coefficients of one cost model ("decode", "prefill", "batched" or "drafted"), and
     the effects of keys on them, as natural logs.
 
@@ -59,8 +58,7 @@ def load() -> dict[str, Table]:
     return {name: Table(**raw[name]) for name in ("decode", "prefill", "batched", "drafted")}
 
 
-@dataclass(frozen=True, slots=True)
-class PartFacts:
+class PartFacts(NamedTuple):
     """Facts about parts (parts.toml).
 
     - `generations`: generations by a pattern of the name.
@@ -326,4 +324,4 @@ def under_lasting_load(device: Device, predicted: Range) -> Range:
     """Return `predicted` with its lower end reduced to the speed under sustained load."""
     if limit_of(device) is None:
         return predicted
-    return replace(predicted, low=min(predicted.low, predicted.value * _LASTING_SHARE))
+    return predicted._replace(low=min(predicted.low, predicted.value * _LASTING_SHARE))

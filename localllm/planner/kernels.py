@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from localllm.device.types import Device, MatrixRates, TypeRates
 from localllm.planner import efficiency, scoring
@@ -113,8 +112,7 @@ def types_needed(variant: Variant) -> list[str]:
     return list(dict.fromkeys((efficiency.CPU_YARDSTICK, base, _raised(base, 0.0)[0])))
 
 
-@dataclass(frozen=True, slots=True)
-class WeightPart:
+class WeightPart(NamedTuple):
     """`n_params` weights of one type among those that one token is multiplied with. `routed` marks
     experts."""
 
@@ -150,12 +148,12 @@ def _raised(base: str, bits: float) -> tuple[str, float]:
     to `bits`."""
     if base in _UNMIXED:
         return base, 0.0
-    low = float(quants.GGUF_TYPES[base].bits)
-    high = float(quants.GGUF_TYPES[_RAISED].bits)
+    low = quants.GGUF_TYPES[base].bits
+    high = quants.GGUF_TYPES[_RAISED].bits
     raised = _RAISED
     if base == "MXFP4" or bits > high >= low:
         raised = _RAISED_HIGH
-    high = float(quants.GGUF_TYPES[raised].bits)
+    high = quants.GGUF_TYPES[raised].bits
     if high > low:
         return raised, min(max((bits - low) / (high - low), 0.0), 1.0)
     return base, 0.0

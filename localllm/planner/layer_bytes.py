@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from localllm.device import cards
 from localllm.device.types import Device
@@ -23,8 +23,7 @@ from localllm_catalog import quants
 from localllm_catalog.types import Model, Variant
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(NamedTuple):
     """Weight bytes of a variant.
 
     - `input_bytes`: tables from which a token reads one row.
@@ -67,7 +66,7 @@ def parts(model: Model, variant: Variant) -> Parts:
     mix = quants.MIXTURES.get(variant.quant)
     bits = 8 * total / max(1, stored)
     if mix is not None:
-        bits = float(quants.GGUF_TYPES[quants.fallback(mix.head, model.hidden_size)].bits)
+        bits = quants.GGUF_TYPES[quants.fallback(mix.head, model.hidden_size)].bits
     experts = min(total, stream.expert_pool_bytes)
     output = min(total - experts, round(matrix * bits / 8))
     # Every token reads the layers and the output matrix, even if the matrix also serves as
@@ -81,8 +80,7 @@ def parts(model: Model, variant: Variant) -> Parts:
     return Parts(max(0, total - own - sum(a + b for a, b in layers)), output, own, layers)
 
 
-@dataclass(frozen=True, slots=True)
-class Ledger:
+class Ledger(NamedTuple):
     """Bytes of each layer in a run: (always read, routed experts, KV, state). The other fields are
     those of `Parts`."""
 
@@ -216,8 +214,7 @@ SHARED_AS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class CardShare:
+class CardShare(NamedTuple):
     """The shares (0..1) of a token's reads and computation that are on the devices. `crossings`
     counts how often a step changes between memories."""
 

@@ -116,7 +116,7 @@ def embedding_bytes(model: Model, variant: Variant) -> int:
     mix = quants.MIXTURES.get(variant.quant)
     if mix is not None:
         asked = mix.head if model.tied_embeddings else mix.embed
-        bits = float(quants.GGUF_TYPES[quants.fallback(asked, model.hidden_size)].bits)
+        bits = quants.GGUF_TYPES[quants.fallback(asked, model.hidden_size)].bits
         return round(rows * bits / 8)
     known = facts(model)
     stored = known.dense_params + known.pool_params + known.embedding_params

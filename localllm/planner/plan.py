@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -146,8 +146,7 @@ def finished(
     return _Run.of(device, plan.model, plan.variant, workload, overrides).finished(plan)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(NamedTuple):
     """A file, its machine and its workload: the input to planning each way of running the file.
 
     `request_tokens` is the context of one request, and `prompt_tokens` the prompt's part of it.

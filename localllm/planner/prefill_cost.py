@@ -17,8 +17,8 @@ host. Coefficients: efficiency.json. Units: seconds, bytes and tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from localllm.planner import efficiency, kernels
 from localllm.planner.attention_scores import moved_bytes
@@ -67,8 +67,7 @@ def _layer_elements(model: Model, layer: Layer) -> int:
     return _HIDDEN_PASSES * model.hidden_size + _HEAD_PASSES * heads + _FFN_PASSES * width
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillTerms:
+class PrefillTerms(NamedTuple):
     """The `seconds` of one prompt token by cause. `attention_flops` is its arithmetic in attention."""
 
     seconds: Mapping[str, float]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from localllm.formatting import span
 from localllm.planner.types import Plan, Workload
 from localllm_catalog.types import Model, Purpose
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """The requirements of a purpose, in tokens and tokens/s.
 
     - `least_tok_s`: a slower plan is not offered.
@@ -74,13 +73,12 @@ def need_of(workload: Workload) -> Need:
     """Return the purpose's need with the user's own values applied."""
     need = NEEDS[workload.purpose]
     if workload.min_decode_tok_s > 0:
-        need = replace(
-            need,
+        need = need._replace(
             least_tok_s=workload.min_decode_tok_s,
             good_tok_s=max(need.good_tok_s, workload.min_decode_tok_s),
         )
     if workload.prompt_tokens != Workload().prompt_tokens:
-        need = replace(need, prompt_tokens=workload.prompt_tokens, cached_tokens=0)
+        need = need._replace(prompt_tokens=workload.prompt_tokens, cached_tokens=0)
     return need
 
 

@@ -91,12 +91,11 @@ def decode_bound(
 
 @lru_cache(4096)
 def _basis(
-    cost_model: str, hardware: decode_cost.Hardware, model: Model, *, depth: int, known: str = ""
+    cost_model: str, hardware: decode_cost.Hardware, kind: str, *, depth: int, known: str = ""
 ) -> tuple[str, float]:
-    """Return the basis of a prediction by that cost model, and its standard deviation in ln.
-    `known` replaces the table's evidence about the machine."""
+    """Return the basis of a prediction by that cost model for "MoE" or "dense" models, and its
+    standard deviation in ln. `known` replaces the table's evidence about the machine."""
     table = efficiency.load()[cost_model]
-    kind = "MoE" if model.experts is not None else "dense"
     known = known or ranges.evidence(table.rows, hardware.keys)
     width = ranges.width_of(table.width, known, hardware.keys, kind, depth)
     spread = width / _Z
@@ -104,6 +103,10 @@ def _basis(
     if n == 0:
         return f"formula: no {hardware.engine} measurement of this kind of machine, {kind}", spread
     return f"table: {key.removeprefix('part:')} × {kind}, n={n}", spread
+
+
+def _kind(model: Model) -> str:
+    return "MoE" if model.experts is not None else "dense"
 
 
 def _range(value: float, spread: float, basis: str) -> Range:
@@ -192,13 +195,15 @@ def decode_step(
     seconds = _of_cards(on_cards)
     waits_s = n_sequences * layer_bytes.token_s(model, variant, settings)
     waits_s += (device.n_gpus - 1) * CROSSING_S
-    basis, spread = _basis("decode", machine, model, depth=depth)
+    basis, spread = _basis("decode", machine, _kind(model), depth=depth)
     if device.bandwidth_gbps.basis == "assumed":
         basis = f"assumed {machine.bandwidth_gbps:.0f} GB/s"
         spread = 0.5
     rows_s = 0.0
     if n_sequences > 1:
-        _, together = _basis("batched", machine, model, depth=depth, known=ranges.UNSEEN_KIND)
+        _, together = _basis(
+            "batched", machine, _kind(model), depth=depth, known=ranges.UNSEEN_KIND
+        )
         spread = max(spread, together)
         row_s = machine.timed_row_s(model, variant, n_sequences)
         if row_s is None:
@@ -367,7 +372,7 @@ def prefill(
     device = layer_bytes.used(device, settings.placement)
     machine = hardware(device, variant, settings)
     seconds = _prompt_seconds(device, model, variant, settings, tokens=prompt_tokens, at=depth)
-    basis, spread = _basis("prefill", machine, model, depth=depth + prompt_tokens // 2)
+    basis, spread = _basis("prefill", machine, _kind(model), depth=depth + prompt_tokens // 2)
     _, known = efficiency.nominal_tflops(device)
     if known == "assumed":
         basis = f"{basis}; compute assumed"

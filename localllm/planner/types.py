@@ -4,7 +4,7 @@ Frozen and serialisable."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from localllm.memory.verdict import Fits
 from localllm_backends import registry
@@ -144,8 +144,7 @@ class RunSettings:
 USUAL = RunSettings()
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(NamedTuple):
     """A predicted number with its plausible range and basis (e.g. "table: apple-max × llama.cpp ×
     dense, n=41")."""
 
@@ -264,8 +263,7 @@ class Plan:
         return self.drafting.value
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(NamedTuple):
     """A Model that is not offered, with its least demanding acceptable Variant, and the reason."""
 
     model: Model
@@ -274,8 +272,7 @@ class Rejected:
     kind: Literal["memory", "speed", "context", "purpose", "engine", "ranking"] = "memory"
 
 
-@dataclass(frozen=True, slots=True)
-class Recommendation:
+class Recommendation(NamedTuple):
     """The result of `recommend`: at most eight Plans, best first, and the rejected models with
     their reasons."""
 

@@ -50,7 +50,7 @@ def own_faults(header: GgufHeader, quant: str) -> list[Fault]:
     stated = target_bits(quant)
     if not total or not stated:
         return []
-    bits = sum(n * float(quants.GGUF_TYPES[name].bits) for name, n in weights.items()) / total
+    bits = sum(n * quants.GGUF_TYPES[name].bits for name, n in weights.items()) / total
     if bits >= _MUCH_FEWER * stated:
         return []
     most = max(weights, key=weights.__getitem__)

@@ -44,7 +44,7 @@ def larger_tensors(header: GgufHeader, quant: str) -> list[LargerTensors]:
     for tensor in matrices(header):
         kind = _BLOCK.sub("", tensor.name)
         counts[kind] += 1
-        if float(quants.GGUF_TYPES[tensor.type].bits) > limit > 0:
+        if quants.GGUF_TYPES[tensor.type].bits > limit > 0:
             larger[kind, tensor.type] += 1
             sizes[kind, tensor.type] += tensor.n_bytes
     return [

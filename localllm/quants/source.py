@@ -72,7 +72,7 @@ def read_source(local: LocalModel) -> QuantSource:
 
 
 def _gguf_bits(type_name: str) -> float:
-    return float(quants.GGUF_TYPES[type_name].bits)
+    return quants.GGUF_TYPES[type_name].bits
 
 
 def _mlx_bits(quant: str) -> float:

@@ -9,15 +9,14 @@ convert.py, utils.py).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from typing import NamedTuple
 
 from localllm_catalog.errors import BadHeaderError, CatalogError
 
 
-@dataclass(frozen=True, slots=True)
-class TensorType:
+class TensorType(NamedTuple):
     """One tensor format: `block` elements are stored in `block_bytes` bytes. `id` is its number in
     GGUF files."""
 
@@ -27,12 +26,12 @@ class TensorType:
     block_bytes: int
 
     @property
-    def bits(self) -> Fraction:
-        return Fraction(8 * self.block_bytes, self.block)
+    def bits(self) -> float:
+        """Bits of one element."""
+        return 8 * self.block_bytes / self.block
 
 
-@dataclass(frozen=True, slots=True)
-class Mixture:
+class Mixture(NamedTuple):
     """A file type: the formats of its tensors. Bits are per weight.
 
     - `file_bits`: average of a complete published file.
@@ -287,7 +286,7 @@ def body_bits(mixture: str) -> float:
     mixture's reference."""
     mix = MIXTURES[mixture]
     total, embed = _REFERENCES[mix.reference]
-    ends = embed * float(GGUF_TYPES[mix.embed].bits + GGUF_TYPES[mix.head].bits)
+    ends = embed * (GGUF_TYPES[mix.embed].bits + GGUF_TYPES[mix.head].bits)
     return (total * mix.file_bits - ends) / (total - 2 * embed)
 
 
@@ -344,6 +343,7 @@ MLX_KV_TYPES: dict[str, Fraction] = {
     "turbo3": Fraction(50, 128),
     "turbo2": Fraction(34, 128),
 }
+_ALL_KV_TYPES = KV_TYPES | MLX_KV_TYPES
 
 
 def kv_element_bytes(kv_type: str) -> Fraction:
@@ -355,10 +355,9 @@ def kv_element_bytes(kv_type: str) -> Fraction:
     if "/" in kv_type:
         k, v = kv_type.split("/", 1)
         return (kv_element_bytes(k) + kv_element_bytes(v)) / 2
-    known = KV_TYPES | MLX_KV_TYPES
     try:
-        return known[kv_type]
+        return _ALL_KV_TYPES[kv_type]
     except KeyError:
         raise CatalogError(
-            f"{kv_type!r} is not a KV cache type", f"known: {', '.join(known)}"
+            f"{kv_type!r} is not a KV cache type", f"known: {', '.join(_ALL_KV_TYPES)}"
         ) from None

@@ -161,8 +161,8 @@ def _mixture_bits(model: Model, quant: str) -> tuple[float, float, float]:
     # feed-forward's width.
     last = 1 / model.ffn_matrices
     body = (1 - last) * _row_bits(quant, row) + last * _row_bits(quant, narrow)
-    head = float(quants.GGUF_TYPES[quants.fallback(mix.head, row)].bits)
-    embed = float(quants.GGUF_TYPES[quants.fallback(mix.embed, row)].bits)
+    head = quants.GGUF_TYPES[quants.fallback(mix.head, row)].bits
+    embed = quants.GGUF_TYPES[quants.fallback(mix.embed, row)].bits
     return body, head, embed
 
 
@@ -174,13 +174,13 @@ def _row_bits(quant: str, row: int) -> float:
     plain = quants.fallback(mix.base, row)
     if plain == mix.base:
         return bits
-    base = float(quants.GGUF_TYPES[mix.base].bits)
-    high = float(quants.GGUF_TYPES["Q6_K"].bits)
+    base = quants.GGUF_TYPES[mix.base].bits
+    high = quants.GGUF_TYPES["Q6_K"].bits
     raised = 1.0
     if base < high:
         raised = min(1.0, max(0.0, (bits - base) / (high - base)))
-    low = float(quants.GGUF_TYPES[plain].bits)
-    return low + raised * (float(quants.GGUF_TYPES["Q8_0"].bits) - low)
+    low = quants.GGUF_TYPES[plain].bits
+    return low + raised * (quants.GGUF_TYPES["Q8_0"].bits - low)
 
 
 def estimate_mlx_bytes(model: Model, quant: str) -> int:

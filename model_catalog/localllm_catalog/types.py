@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from localllm_catalog.names import FOLDER_FORMATS, Format
 
@@ -165,8 +165,7 @@ class ImageTokens:
 CompanionKind = Literal["eagle3", "dflash", "mtp", "draft"]
 
 
-@dataclass(frozen=True, slots=True)
-class Companion:
+class Companion(NamedTuple):
     """A published drafter for a model: trained heads (eagle3, dflash, mtp) or a small model.
 
     `file` is empty if the repository has several formats of it. `folder`: it is a folder of

@@ -46,7 +46,7 @@ def test_tensor_bytes_refuses_broken_blocks_and_unknown_names() -> None:
     ids=lambda mixture: mixture.name,
 )
 def test_a_mixtures_body_lies_near_its_base_format(mixture: quants.Mixture) -> None:
-    base = float(quants.GGUF_TYPES[mixture.base].bits)
+    base = quants.GGUF_TYPES[mixture.base].bits
     assert base - 0.15 <= quants.body_bits(mixture.name) <= base + 1.3
 
 

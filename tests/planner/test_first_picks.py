@@ -70,7 +70,7 @@ def test_a_long_wait_costs_twice_as_much_for_each_doubling() -> None:
     plan = first("RTX 3060 12GB", "coding")
 
     def lost(wait_s: float) -> float:
-        late = replace(plan.ttft_s, value=wait_s)
+        late = plan.ttft_s._replace(value=wait_s)
         return scoring.prompt_lost(replace(plan, ttft_cached_s=late), need)
 
     usual = lost(2 * need.ttft_good_s) - lost(need.ttft_good_s)
@@ -85,8 +85,8 @@ def test_an_agent_does_not_wait_for_minutes_in_each_session() -> None:
     need = scoring.NEEDS["coding"]
     assert found.plans[0].ttft_s.value < need.ttft_patient_s
     (slow,) = (p for p in found.plans if p.model.id == "glm-4.7-flash")
-    sooner = replace(slow, ttft_s=replace(slow.ttft_s, value=need.ttft_patient_s))
-    later = replace(slow, ttft_s=replace(slow.ttft_s, value=2 * need.ttft_patient_s))
+    sooner = replace(slow, ttft_s=slow.ttft_s._replace(value=need.ttft_patient_s))
+    later = replace(slow, ttft_s=slow.ttft_s._replace(value=2 * need.ttft_patient_s))
     assert scoring.score(later, need) < scoring.score(slow, need) < scoring.score(sooner, need)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from localllm import paths
 from localllm.cli import engine_builds
@@ -29,8 +30,7 @@ from localllm_catalog.types import Model
 _PICKS = 8
 
 
-@dataclass(frozen=True)
-class PlanQuery:
+class PlanQuery(NamedTuple):
     """A query to the planner, and the format of its answer.
 
     `everything`: print all plans that fit.
@@ -188,8 +188,7 @@ class PlanQuery:
         return frozenset(candidates.installed_names(plans, self.catalog))
 
 
-@dataclass(frozen=True)
-class KnownMachines:
+class KnownMachines(NamedTuple):
     """A question about all known machines, for the named model or for any.
 
     `overrides`: the media that the model must read. The engines are not fixed, because the question

@@ -201,8 +201,8 @@ def _json(quant: str, split: str, plan: ClusterPlan | SharedPlan | None) -> dict
     return {
         **row,
         "n_ctx": plan.settings.n_ctx,
-        "decode_tok_s": asdict(plan.decode_tok_s),
-        "prefill_tok_s": asdict(plan.prefill_tok_s),
+        "decode_tok_s": plan.decode_tok_s._asdict(),
+        "prefill_tok_s": plan.prefill_tok_s._asdict(),
         **own,
     }
 

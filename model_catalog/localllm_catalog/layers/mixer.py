@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 from localllm_catalog.errors import BadCatalogError, BadHeaderError
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from localllm_catalog.hf_config import Config
 
 
-@dataclass(frozen=True, slots=True)
-class CacheLayout:
+class CacheLayout(NamedTuple):
     """How an engine lays out its caches.
 
     - `n_ctx`: cells shared by all sequences, in whole steps.
@@ -41,8 +40,7 @@ class CacheLayout:
         return -(-n_cells // self.step) * self.step
 
 
-@dataclass(frozen=True, slots=True)
-class Widths:
+class Widths(NamedTuple):
     """The widths of a model that a mixer's weights depend on.
 
     - `q_rank`: the rank of latent attention's queries (0 = no rank).

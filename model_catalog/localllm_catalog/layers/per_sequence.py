@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from localllm_catalog.architectures import MAX_TOKENS
@@ -33,7 +33,7 @@ class PerSequence(Wrapper):
     def cells(self, layout: CacheLayout) -> int:
         if not layout.one_each:
             return self.of.cells(layout)
-        return layout.n_sequences * self.of.cells(replace(layout, n_sequences=1))
+        return layout.n_sequences * self.of.cells(layout._replace(n_sequences=1))
 
     @classmethod
     def from_gguf(cls, layer: GgufLayer) -> Mixer | None:
