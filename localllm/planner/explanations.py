@@ -202,7 +202,7 @@ def _small_advantage(first: Plan, plan: Plan) -> str:
 def _disadvantages(plan: Plan, first: Plan) -> list[str]:
     """Return the disadvantages of `plan` other than its speed. The table lists its KV type."""
     disadvantages = []
-    if plan.fits == "tight":
+    if plan.fits == "tight" or (plan.fits == "split" and plan.memory.fills_host):
         disadvantages.append("leaves little memory for anything else")
     if plan.fits == "split":
         disadvantages.append(_host_part(plan))

@@ -306,8 +306,7 @@ def _need_on_cards(
     on_disk = min(host_weights, layer_bytes.disk_bytes(model, variant, settings))
     host = host_weights - on_disk + host_kept + settings.projector_bytes - projector
     host += host_compute_bytes(model, settings) + copies + output_bytes(model, settings.slots)
-    cards: tuple[int, ...] = ()
-    limits: tuple[int, ...] = ()
+    cards = limits = tuple[int, ...]()
     if n_cards > 1:
         limits = cards_limits(device)
         each = layer_bytes.as_split(rows, placed.tensor_split or limits, n_cards)
@@ -325,6 +324,7 @@ def _need_on_cards(
         cards_limit_bytes=limits,
         disk_bytes=on_disk,
         projector_bytes=projector,
+        host_limit_bytes=device.host.limit_bytes if device.host else 0,
     )
 
 

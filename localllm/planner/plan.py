@@ -354,10 +354,9 @@ class _Run(NamedTuple):
         for size in self.micro_batches(settings):
             anew = settings.placed(experts_on_host=0, tensor_split=())
             found = self.divided(replace(anew, n_batch=size))
-            if (
-                found is not None
-                and self.decode_tok_s(found.settings) >= _EQUALLY_FAST_SHARE * rate
-            ):
+            if found is None or (found.memory.fills_host and not fitted.memory.fills_host):
+                continue
+            if self.decode_tok_s(found.settings) >= _EQUALLY_FAST_SHARE * rate:
                 return found
         return fitted
 

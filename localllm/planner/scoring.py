@@ -205,8 +205,9 @@ def score(plan: Plan, need: Need) -> float:
 
     Speed is that of the purpose's answers, with the plan's own drafting. `points_lost` counts the
     wait for the answer, including thinking. A plan that fits tightly loses 6 points, 2 if it has a
-    card's own memory, or a quarter if it leaves a card free. A plan split over two memories loses 1, in addition to its lower
-    speed. Each card after the first costs a quarter. Files that are not listed lose 3 % of the
+    card's own memory, or a quarter if it leaves a card free. A plan split over two memories loses
+    1, in addition to its lower speed. It loses 6 more if it leaves other programs nearly no system
+    memory. Each card after the first costs a quarter. Files that are not listed lose 3 % of the
     result.
     """
     points = plan.quality
@@ -223,7 +224,7 @@ def score(plan: Plan, need: Need) -> float:
     if plan.fits == "tight":
         points -= _tight_cost(plan)
     if plan.fits == "split":
-        points -= SPLIT_COST
+        points -= SPLIT_COST + _TIGHT_COST * plan.memory.fills_host
     points -= _CARD_COST * max(0, len(plan.memory.cards_bytes) - 1)
     if plan.variant.is_estimate:
         points -= _ESTIMATE_COST * abs(points)

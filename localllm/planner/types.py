@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from localllm.memory.verdict import Fits
+from localllm.memory.verdict import TIGHT_SHARE, Fits
 from localllm_backends import registry
 from localllm_backends.declaration import Declaration
 from localllm_backends.placement import Placement
@@ -158,7 +158,8 @@ class Range(NamedTuple):
 class MemoryNeed:
     """Bytes that a Plan needs, by purpose, and the limit that applies.
 
-    - `host_bytes`: in system memory, apart from a discrete accelerator.
+    - `host_bytes`: in system memory, apart from a discrete accelerator. `host_limit_bytes`: the
+      most that may be used of it (0: unknown).
     - `cards_bytes`: all bytes on each of several cards.
     - `cards_limit_bytes`: the limit of each card.
     - `disk_bytes`: these stay in their file and are read row by row.
@@ -176,6 +177,12 @@ class MemoryNeed:
     cards_limit_bytes: tuple[int, ...] = ()
     disk_bytes: int = 0
     projector_bytes: int = 0
+    host_limit_bytes: int = 0
+
+    @property
+    def fills_host(self) -> bool:
+        """True if other programs would have nearly no system memory left."""
+        return 0 < TIGHT_SHARE * self.host_limit_bytes < self.host_bytes
 
     @property
     def total_bytes(self) -> int:

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from localllm.device.name_lookup import resolve
+from localllm.memory.verdict import TIGHT_SHARE
 from localllm.planner import scoring
 from localllm.planner.recommend import recommend
 from localllm.planner.types import Plan, Recommendation, Workload
@@ -46,6 +47,19 @@ def test_a_tight_plan_in_shared_memory_ranks_far_below_one_with_room() -> None:
         replace(on_card, fits="tight"), need
     )
     assert lost > 2 * lost_on_card > 0
+
+
+def test_a_split_plan_that_fills_system_memory_ranks_below_one_with_room() -> None:
+    """Other programs use system memory too. 13.4 of its 14.2 GB were experts of the first pick."""
+    need = scoring.NEEDS["chat"]
+    for purpose in ("chat", "coding", "long"):
+        pick = first("RTX 4050 Laptop + 16GB RAM", purpose)
+        assert pick.fits == "split"
+        assert not pick.memory.fills_host
+        limit_bytes = pick.memory.host_limit_bytes
+        assert pick.memory.host_bytes <= TIGHT_SHARE * limit_bytes
+        full = replace(pick, memory=replace(pick.memory, host_bytes=limit_bytes))
+        assert scoring.score(full, need) == pytest.approx(scoring.score(pick, need) - 6)
 
 
 def test_the_larger_model_of_a_family_is_first_where_it_is_fast_enough() -> None:
