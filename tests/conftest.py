@@ -1,5 +1,4 @@
-"""What every test gets: its own user directories, and the real small models where they are
-installed."""
+"""Fixtures for every test: user directories of its own, and the small models that are installed."""
 
 from __future__ import annotations
 
@@ -20,8 +19,9 @@ from hypothesis import HealthCheck, settings
 from localllm_catalog import catalog
 from support.examples import NEW, examples
 
-# What a busy machine makes slow is not wrong: no example is judged by its time. The same examples
-# every time, so that what fails was changed and not drawn; `make test-long` draws new ones.
+# A busy machine makes examples slow, so no example fails because of its time. Every run uses the
+# same examples, so a new failure comes from a change and not from chance. `make test-long` draws
+# new ones.
 settings.register_profile(
     "ours",
     deadline=None,
@@ -31,21 +31,21 @@ settings.register_profile(
 )
 settings.load_profile("ours")
 
-# Containers often set this. Then every process of the tests compiles each module that it imports:
-# a worker takes half as long again to start, and pytest rewrites every test module on each run.
+# Containers often set this variable. Then every test process compiles each module that it imports:
+# a worker takes 50 % longer to start, and pytest rewrites every test module on each run.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# As the worker runs (localllm/engine/worker/client.py): read by OpenMP when llama.cpp is first
-# loaded.
+# The worker sets this value too (localllm/engine/worker/client.py). OpenMP reads it when llama.cpp
+# is first loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-# Every client that httpx makes reads the 140 certificates that certifi trusts, which takes 25 ms;
-# thousands are made here, of whom hardly one speaks TLS.
+# Every httpx client reads the 140 certificates of certifi, which takes 25 ms. The tests create
+# thousands of clients, and very few of them use TLS.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 
-# The shipped models never change: reading them takes 0.2 s, which every second command does, and
-# what is known of a model is remembered by its identity.
+# The shipped models never change. Every second command reads them, which takes 0.2 s. Facts about a
+# model are cached by its identity.
 read_catalog = catalog.load
 shipped_catalog = functools.cache(read_catalog)
 
@@ -59,22 +59,22 @@ def load_catalog(
 
 catalog.load = load_catalog
 
-# Nothing that is imported and collected is garbage: no sweep looks for it meanwhile.
+# Imports and the collection of tests produce no garbage, so the collector is off until they end.
 gc.disable()
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Bytes are named by their length: what they hold may be of its moment, and side by side names
-    must agree."""
+    """Name a bytes parameter by its length. Its contents may differ between processes, and
+    pytest-xdist needs the same names in all of them."""
     return f"{argname}-{len(val)}B" if isinstance(val, bytes) else None
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now stays: no sweep looks at it again, as in the worker and
-    the server.
+    """Exclude all imported and collected objects from garbage collection, as the worker and the
+    server do.
 
-    A backend that closes sweeps, which among the objects of eight thousand tests takes half a
-    second each time.
+    A backend collects garbage when it closes. With the objects of eight thousand tests, that would
+    take half a second each time.
     """
     gc.enable()
     gc.collect()
@@ -83,11 +83,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_old_is_swept() -> None:
-    """What the modules before left stays, too: a backend that closes sweeps, and what thousands of
-    tests keep would take it seconds each time.
+    """Exclude the objects of earlier modules from garbage collection. A backend collects garbage
+    when it closes, and the objects of thousands of tests would make that take seconds.
 
-    A connection that was accepted while a server ended is found open here, once in a hundred runs.
-    It says nothing about this module, whose first test would fail.
+    In one of a hundred runs this finds an open connection, accepted while a server ended. The
+    warning is ignored: it has no relation to this module, but its first test would fail.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
@@ -97,15 +97,15 @@ def nothing_old_is_swept() -> None:
 
 @pytest.fixture(scope="session")
 def users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A new folder of a user at each turn. (`mktemp` looks through all that there are: ten thousand
-    by the end.)"""
+    """Paths of new user folders, one per test. (`mktemp` would list all existing folders each time:
+    ten thousand at the end.)"""
     above = tmp_path_factory.mktemp("users")
     return (above / str(n) for n in itertools.count())
 
 
 @pytest.fixture(autouse=True)
 def own_directories(users: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's own files."""
+    """Keep tests from reading or writing the user's own files."""
     root = next(users)
     root.mkdir()
     for name in ("CONFIG", "DATA", "CACHE", "LOG"):
@@ -124,10 +124,10 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def few_layers(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2's first three of 30 layers: its vocabulary, template and kernels for a tenth of its
-    work, and babble.
+    """The first 3 of SmolLM2's 30 layers: its vocabulary, template and kernels for a tenth of the
+    work. The text that it generates makes no sense.
 
-    For what does not depend on the words: counts, caches, protocols, processes, budgets.
+    For tests that do not depend on the words: counts, caches, protocols, processes, budgets.
     """
     from models.first_layers import write_first_layers
 
@@ -136,8 +136,8 @@ def few_layers(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama of random weights with 512 tokens of vocabulary: milliseconds to load, real to the
-    last kernel."""
+    """A llama with random weights and a vocabulary of 512 tokens. It loads in milliseconds and uses
+    the real kernels."""
     from models.tiny_gguf import write_llama
 
     return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama.gguf")

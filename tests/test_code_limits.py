@@ -44,7 +44,8 @@ def git(*arguments: str) -> str:
 
 
 def versions(path: str) -> list[dict[str, Any]]:
-    """The contents of a TOML file: in the working tree, then in each commit, newest first."""
+    """Return the contents of a TOML file: in the working tree, then in each commit, newest
+    first."""
     texts = [(ROOT / path).read_text("utf-8")]
     texts += [
         git("show", f"{commit}:{path}") for commit in git("log", "--format=%H", "--", path).split()
@@ -53,7 +54,7 @@ def versions(path: str) -> list[dict[str, Any]]:
 
 
 def raised_limits(path: str) -> list[dict[str, Any]]:
-    """The limits that are above those of an earlier version of the file, or that are missing."""
+    """Return the limits that are missing or higher than in an earlier version of the file."""
     now, *earlier = versions(path)
     found = []
     for before in earlier:
@@ -82,7 +83,7 @@ def test_no_figure_is_above_its_limit() -> None:
 
 @pytest.mark.parametrize("path", [LIMITS, PROSE])
 def test_a_limit_never_rises(path: str) -> None:
-    """Compared with every version of the file: no limit is raised, and none is removed."""
+    """No limit is raised or removed compared with any earlier version of the file."""
     assert raised_limits(path) == []
 
 
@@ -102,7 +103,7 @@ def test_no_package_is_larger_than_recorded() -> None:
 
 
 def unnamed_growth(before: dict[str, Any], now: dict[str, Any]) -> dict[str, int]:
-    """Packages whose recorded size rose although `now` names no feature that `before` lacks."""
+    """Return the packages whose recorded size rose although `now` names no new feature."""
     grown = {
         name: n - before["nodes"].get(name, 0)
         for name, n in now["nodes"].items()
@@ -129,8 +130,8 @@ def test_a_growth_without_a_feature_is_noticed() -> None:
 
 
 def test_a_sampling_parameter_can_be_added_within_the_limits() -> None:
-    """The extension that docs/extending.md describes: a field of `Sampling` with its range, and its
-    use in the sampler."""
+    """The extension in docs/extending.md, a field of `Sampling` with its range and its use in the
+    sampler, fits the limits."""
     texts = dict(sources())
     messages = "localllm/engine/messages.py"
     field = "class Sampling:"
@@ -160,7 +161,7 @@ def test_a_sampling_parameter_can_be_added_within_the_limits() -> None:
 
 
 def test_a_step_fits_on_a_screen() -> None:
-    """What the engine does with a step is five verbs, each of which can be looked up."""
+    """The engine's `step` consists of five calls whose names are verbs."""
     core = product()["localllm/engine/core.py"]
     step = next(n for n in ast.walk(core) if isinstance(n, ast.FunctionDef) and n.name == "step")
     assert (step.end_lineno or 0) - step.lineno < 25
@@ -179,9 +180,8 @@ def test_a_step_fits_on_a_screen() -> None:
 
 
 def floors(package: str) -> int:
-    """How many floors the modules and packages directly below `package` stand on: one that imports
-    nothing of its siblings is on the first, and everything else one above the highest that it
-    imports."""
+    """Return the number of import layers directly below `package`. A module that imports no sibling
+    is on layer 1. Any other is one layer above the highest sibling that it imports."""
     folder = package.replace(".", "/") + "/"
     below: dict[str, set[str]] = defaultdict(set)
     for name, tree in product().items():
@@ -215,8 +215,8 @@ def test_the_engine_stands_on_eight_floors_at_most() -> None:
     assert {package: n for package in packages if (n := floors(package)) > 8} == {}
 
 
-# What only the memory room reads, and who else has to: a backend, which may not know us, asks its
-# own library and the system.
+# Only `localllm/memory` reads these sources. The two exceptions are backends, which may not import
+# localllm: they ask their own library and the system.
 MEMORY_SOURCES = (
     "MemAvailable",
     "MemTotal",
@@ -245,8 +245,8 @@ def test_memory_is_read_in_one_place() -> None:
     assert {name for name in reads if not name.startswith("localllm/memory/")} == OTHER_READERS
 
 
-# Who may write a backend's or an accelerator's name. Everybody else asks its row: a format's,
-# `KINDS`, or what a backend declares.
+# The folders that may contain a backend's or an accelerator's name. Other code uses the registry of
+# formats, `KINDS`, or the facts that a backend declares.
 DEVICES = ("localllm/device/", "localllm/setup/", "backends/")
 NAME_OWNERS = dict.fromkeys(("llamacpp", "mlx"), ("backends/",)) | dict.fromkeys(
     ("cuda", "rocm", "vulkan", "metal"), DEVICES
@@ -277,8 +277,8 @@ def classes() -> list[tuple[str, ast.ClassDef]]:
 
 
 def test_no_group_of_a_pattern_is_repeated_possessively() -> None:
-    """Python before 3.11.4 (Debian 12 has 3.11.2) takes half of the last repetition into the match:
-    https://github.com/python/cpython/issues/101955."""
+    """Python before 3.11.4 (Debian 12 has 3.11.2) includes half of the last repetition in the
+    match: https://github.com/python/cpython/issues/101955."""
     repeated = re.compile(r"(?<!\\)\)(?:[*+?]|\{[\d,]+\})\+")
     assert repeated.search("(?:a|b)*+")
     found = [
@@ -293,15 +293,15 @@ def test_no_group_of_a_pattern_is_repeated_possessively() -> None:
 
 
 def test_no_class_name_stands_twice() -> None:
-    """A name means one thing in the whole product, so that it can be looked for."""
+    """Each class name has one meaning in the whole product, so that it can be searched for."""
     found = defaultdict(list)
     for name, node in classes():
         found[node.name].append(f"{name}:{node.lineno}")
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
-# Protocols that one class of ours fulfils, and why they are Protocols: the other side is written
-# elsewhere.
+# Protocols that only one class of ours implements, each with the reason: another project implements
+# the other side.
 ONE_IMPLEMENTATION: dict[str, str] = {}
 
 
@@ -322,8 +322,8 @@ def is_protocol(node: ast.ClassDef) -> bool:
 
 
 def test_a_protocol_inside_a_package_has_more_than_one_implementation() -> None:
-    """With one it is that class's list of members once more. (Across packages it is what one asks
-    of the other.)"""
+    """A protocol with one implementation only repeats the members of that class. (Across packages,
+    a protocol states what one package needs from another, so one implementation is fine.)"""
 
     def package(name: str) -> str:
         return name.rpartition("/")[0]
@@ -348,14 +348,15 @@ def private(name: str) -> bool:
 
 
 def last_name(node: ast.expr) -> str:
-    """What `a.b.c` and `c` end in; nothing of what is no name."""
+    """Return the last name of `a.b.c` or `c`, or "" for any other expression."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Private names of the product that a test touches: what is its own it may."""
+    """Yield the private names of the product that a test uses, except names that the test
+    defines."""
     nodes = all_nodes(tree)
     own = {n.name for n in nodes if isinstance(n, Function | ast.ClassDef)}
     own |= {
@@ -380,9 +381,9 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
                         yield node.lineno, argument.value
 
 
-# Other people's private names, where they offer no other way: (file, name).
+# Private names of other projects that offer no public alternative, as (file, name).
 FOREIGN_PRIVATE = {
-    # Textual's own pilot offers no other way to see what is on the screen.
+    # Textual's own pilot has no public way to read the screen.
     *(
         (f"tests/tui/{name}.py", what)
         for name, what in (
@@ -392,7 +393,7 @@ FOREIGN_PRIVATE = {
             ("test_screen_manners", "d.app.screen._compositor"),
         )
     ),
-    # Windows' event loop, which is played on another system.
+    # The event loop of Windows, simulated on another system.
     ("tests/shipping/windows_like/sitecustomize.py", "asyncio.unix_events._UnixSelectorEventLoop"),
 }
 
@@ -405,8 +406,8 @@ def test_tests_use_public_doors() -> None:
 
 
 def test_no_test_sleeps() -> None:
-    """A test waits for what it is about to happen; a pause is too short on a slow machine and too
-    long on a quick one."""
+    """A test waits for the event that it tests. A fixed pause is too short on a slow machine and
+    too long on a fast one."""
     found = [
         f"{name}:{node.lineno}"
         for name, tree in trees_of_tests().items()
@@ -420,8 +421,8 @@ def test_no_test_sleeps() -> None:
 
 
 def calls(node: ast.AST) -> set[str]:
-    """Names of what is called; "check" for a program whose failure is an error (`subprocess.run(…,
-    check=True)`)."""
+    """Return the names of all called functions, and "check" for a program whose failure raises
+    (`subprocess.run(…, check=True)`)."""
     found = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
     checked = {
         "check"
@@ -432,7 +433,8 @@ def calls(node: ast.AST) -> set[str]:
 
 
 def test_every_test_asserts_something() -> None:
-    """By itself, or by a helper of the tests (or of the backends' conformance suite) that does."""
+    """A test asserts something directly, or calls a helper of the tests or of the backends'
+    conformance suite that does."""
     helpers: dict[str, ast.AST] = {}
     for tree in [
         *trees_of_tests().values(),

@@ -1,4 +1,5 @@
-"""The form of commit subjects that CONTRIBUTING.md asks for: `area: verb …`, at most 72 characters."""
+"""Commit subjects have the form that CONTRIBUTING.md requires: `area: verb …`, 72 characters at
+most."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MAX_CHARACTERS = 72
-# Add a verb here when a subject needs one that is missing.
+# Add a verb here if a subject needs one that is missing.
 VERBS = set(
     re.findall(
         r"\w+",
@@ -47,7 +48,7 @@ def subjects() -> list[str]:
 
 
 def problem(subject: str) -> str:
-    """What is wrong with a subject, or an empty string."""
+    """Return the error in a subject, or an empty string."""
     if len(subject) > MAX_CHARACTERS:
         return f"{len(subject)} characters are more than {MAX_CHARACTERS}"
     form = re.fullmatch(r"[\w./ ,-]+: (\w+)\b.*", subject)

@@ -1,4 +1,4 @@
-"""JSON files of ours: what can't be read is none, what is written is whole and private."""
+"""Our JSON files: an unreadable file counts as missing, and writes are atomic and private."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_a_disk_that_refuses_is_ignored_where_the_file_can_be_made_again(tmp_pat
 
 @pytest.fixture
 def derive(tmp_path: Path) -> Callable[[], list[str]]:
-    """The lines of a file, by a kept value. Each reading of the file adds one to the last line."""
+    """Return a function that reads a file's lines from a cache, with the number of reads as last
+    line."""
     source = tmp_path / "source"
     source.write_text("a\nb")
     readings: list[str] = []

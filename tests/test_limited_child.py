@@ -1,4 +1,5 @@
-"""What takes too much is ended, and what caller stopped waiting for: the next question finds a fresh child."""
+"""A child process that exceeds its limits, or whose caller stops waiting, is ended. The next
+request gets a fresh child."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from localllm.limited_child import ChildError, ChildLimits, LimitedChild, Stages
 SETUP = {"n_vocab": 300, "special": {"<|end|>": 299}, "named": {}, "eog": [299]}
 SMALL = ("json_schema", '{"type": "object", "properties": {"a": {"type": "string"}}}')
 LIMITS = (ChildLimits(0.05, 32 * 2**20), ChildLimits(0.3, 48 * 2**20))
-# A kind of grammar whose work grows with k, and a k that is too much.
+# Grammars of different kinds that exceed a limit of time or memory.
 TOO_MUCH = {
     "intersections": (
         "lark",

@@ -1,4 +1,5 @@
-"""The order of the rules for a typed name, and what counts as the same name."""
+"""The order in which rules resolve a typed model name, and which spellings count as the same
+name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The house keeps its rules: light imports, one error tree, backends by entry point, small
-functions and files."""
+"""Rules of the project: light imports, one error tree, backends by entry point, small functions and
+files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def modules_after(statement: str) -> set[str]:
 )
 def test_importing_us_imports_nothing_heavy(module: str) -> None:
     loaded = modules_after(f"import {module}")
-    # Typer itself imports pydantic from 0.29 on.
+    # From version 0.29 on, Typer itself imports pydantic.
     allowed = {"pydantic"} if module == "localllm.cli.main" else set()
     assert loaded.isdisjoint(set(HEAVY) - allowed), loaded & set(HEAVY)
 
@@ -48,8 +48,8 @@ OURS = ("localllm", "localllm_tui")
 
 
 def modules() -> list[ModuleType]:
-    """Every module of the product but the catalog's and the backends', which know nothing of our
-    errors."""
+    """Return every module of the product except those of the catalog and the backends, which do not
+    know our errors."""
     found = []
     for name in OURS:
         package = importlib.import_module(name)
@@ -63,7 +63,7 @@ def modules() -> list[ModuleType]:
 def leaves(
     cls: type[errors.LocalLLMError] = errors.LocalLLMError,
 ) -> list[type[errors.LocalLLMError]]:
-    """`cls` and every error of ours below it, in whichever room it stands."""
+    """Return `cls` and all its subclasses in the product, in any package."""
     modules()
     below = [
         leaf
@@ -75,8 +75,8 @@ def leaves(
 
 
 def test_there_is_one_tree_of_errors() -> None:
-    """No error of ours stands beside the tree. (What a library's own code has to catch is of that
-    library's kind.)"""
+    """All errors of the product belong to one tree. (Errors that only a library's own code catches
+    derive from that library's classes.)"""
     strays = [
         f"{module.__name__}.{name}"
         for module in modules()
@@ -143,7 +143,8 @@ PRODUCT = sorted(
 MOST_LINES_OF_A_FILE = 500
 MOST_PARAMETERS = 8
 
-# What is over this limit, and why it stays so. A line that is no longer needed fails the test, too.
+# Functions above this limit, each with its reason. An entry that is no longer needed fails the
+# test.
 _TYPER = "Typer reads a command's options off its signature: one parameter each, with its help"
 TOO_MANY_PARAMETERS = {
     "localllm/cli/commands/chat.py::chat": _TYPER,
@@ -164,22 +165,22 @@ def all_functions() -> list[tuple[str, Function]]:
 
 
 def parameters(node: Function) -> int:
-    """How many arguments a caller may have to think of."""
+    """Return the number of parameters that a caller may pass."""
     own = [*node.args.posonlyargs, *node.args.args]
     given = own[1:] if own and own[0].arg in ("self", "cls") else own
     return len(given) + len(node.args.kwonlyargs)
 
 
 def test_no_file_is_too_long() -> None:
-    """Functions are held by their statements and branches (code_limits.toml): lines say how wide
-    the page is."""
+    """Functions are limited by their statements and branches (code_limits.toml), because their
+    lines depend on the page width."""
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in PRODUCT}
     assert {name: n for name, n in lengths.items() if n > MOST_LINES_OF_A_FILE} == {}
 
 
 def test_no_function_takes_more_than_a_person_can_keep_in_mind() -> None:
-    """A dataclass is exempt without a line here: its constructor is generated, and its values are
-    named."""
+    """Dataclasses need no exception here: their constructor is generated, and callers name the
+    values."""
     assert {name for name, node in all_functions() if parameters(node) > MOST_PARAMETERS} == set(
         TOO_MANY_PARAMETERS
     )
@@ -221,7 +222,7 @@ def test_no_comment_or_page_names_a_file_that_is_gone() -> None:
     assert gone == FOREIGN_FILES
 
 
-# Modules that read files of the kernel, of an archive that they unpacked, or that they made.
+# Modules that read files of the kernel, of an archive they unpacked, or that they wrote themselves.
 READERS_OF_KNOWN_FILES = {
     "localllm/device/library_facts.py", "localllm/library/file_kinds.py", "localllm/memory/linux.py",
     "localllm/setup/archives.py", "tui/localllm_tui/screens/background_work.py",
@@ -229,7 +230,8 @@ READERS_OF_KNOWN_FILES = {
 
 
 def test_files_of_users_are_read_only_if_they_are_plain_and_small() -> None:
-    """`paths.file_bytes` refuses pipes, devices and large files. Files of the package are known."""
+    """`paths.file_bytes` rejects pipes, devices and large files. Files of the package are
+    trusted."""
     found = set()
     for path in [*(ROOT / "localllm").rglob("*.py"), *(ROOT / "tui").rglob("*.py")]:
         source = path.read_text()

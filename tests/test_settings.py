@@ -1,4 +1,4 @@
-"""One table of settings: who wins, where a value came from, and clear refusals."""
+"""The table of settings: precedence, origin of each value, and clear errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading server-sent events, however they are cut into pieces."""
+"""Server-sent events are read correctly for any division into chunks."""
 
 from __future__ import annotations
 
