@@ -1,5 +1,7 @@
-"""A server in a process that may open 64 files: `python -m server.few_descriptors` prints its port
-and ends with its input."""
+"""Run a server in a process that may open at most 64 files.
+
+`python -m server.few_descriptors` prints the server's port. It ends when its input ends.
+"""
 
 from __future__ import annotations
 

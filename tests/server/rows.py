@@ -1,4 +1,4 @@
-"""What a row of the conformance table is, and the few kinds of them."""
+"""The rows of the conformance table: the record, and functions that make the common kinds."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ TOOL = {
 BARE_TOOL = {"type": "function", "function": {"name": "now"}}
 A_TOOL = {"name": "look", "description": "d", "input_schema": TOOL["function"]["parameters"]}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-# As the engine gets it: an object has no other members.
+# The engine receives the schema in this form: an object allows no other properties.
 CLOSED = {**SCHEMA, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
 class Row:
-    """`effect(request the engine got, JSON reply, response)` must be true, or the status must be
-    `refused`."""
+    """One request, and either its `effect` or the status of its refusal.
+
+    `effect(engine's request, JSON reply, response)` must return true, unless `refused` is set.
+    """
 
     name: str
     path: str
@@ -43,8 +45,10 @@ class Row:
 
 
 def as_said(row: Row, response: httpx.Response, reached: Any) -> bool:
-    """Is `response` what the row says? An AssertionError names what is not. `reached`: the request
-    that the engine got, if any."""
+    """Check that `response` matches the row, and raise AssertionError otherwise.
+
+    `reached` is the request that reached the engine, or None.
+    """
     if row.refused:
         assert response.status_code == row.refused, response.text
         error = response.json()["error"]

@@ -1,4 +1,4 @@
-"""The conformance table of OpenAI's completions, fill-ins among them."""
+"""The conformance table of OpenAI's completions, including fill-in-the-middle."""
 
 from __future__ import annotations
 

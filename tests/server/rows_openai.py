@@ -1,4 +1,4 @@
-"""The conformance table of OpenAI's chat."""
+"""The conformance table of OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def allowed(mode: str, *tools: Any) -> dict[str, Any]:
 
 
 OPENAI: list[Row] = [
-    # --- OpenAI chat: how tokens are chosen ---
+    # --- OpenAI chat: sampling ---
     sampling("temperature", 0, 0),
     sampling("temperature", 1.3, 1.3),
     sampling("top_p", 0.4, 0.4),
@@ -74,7 +74,7 @@ OPENAI: list[Row] = [
     refused("beam search", {"use_beam_search": True}, "beam"),
     refused("lora", {"lora": [{"id": 0, "scale": 1}]}, "lora: there is no adapter 0"),
     honoured("an empty lora", {"lora": []}, lambda r, j, h: r.generation.adapters is None),
-    # --- OpenAI chat: how long, how many ---
+    # --- OpenAI chat: length and number of answers ---
     honoured(
         "max_tokens",
         {"max_tokens": 3},
@@ -142,7 +142,7 @@ OPENAI: list[Row] = [
     refused("n is 1000", {"n": 1000}, "n:"),
     refused("stop is a number", {"stop": 5}, "stop"),
     refused("stop has a number", {"stop": [5]}, "stop"),
-    # --- OpenAI chat: what comes back ---
+    # --- OpenAI chat: contents of the reply ---
     honoured(
         "logprobs",
         {"logprobs": True},
@@ -437,7 +437,7 @@ OPENAI: list[Row] = [
         lambda r, j, h: grammar_of(r)[0] == "lark" and "answer | call" in grammar_of(r)[1],
     ),
     refused("tools and a GBNF grammar", {"tools": [TOOL], "grammar": 'root ::= "x"'}, "combined"),
-    # --- OpenAI chat: form ---
+    # --- OpenAI chat: structured output ---
     honoured(
         "json_object",
         {"response_format": {"type": "json_object"}},

@@ -1,5 +1,4 @@
-"""The conformance table of Responses, Anthropic, Ollama and llama.cpp, and of bodies that are
-none."""
+"""The conformance tables of Responses, Anthropic, Ollama and llama.cpp, and of malformed bodies."""
 
 from __future__ import annotations
 

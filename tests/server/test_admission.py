@@ -1,5 +1,8 @@
-"""Who may be loaded at once: what fits stays, the longest unused makes room, one in use never
-does."""
+"""Admission of models to memory.
+
+A model that fits is loaded next to the others. Otherwise the least recently used model is
+unloaded. A model in use is never unloaded.
+"""
 
 from __future__ import annotations
 
@@ -106,8 +109,8 @@ def test_one_too_large_for_the_machine_is_refused_and_nobody_leaves_for_it() -> 
 def test_other_programs_memory_counts_unless_the_model_is_alone() -> None:
     async def story() -> None:
         models = router(10, lambda: 1 * GB, chat=6, small=2)
-        await models.resolve("chat").engine()  # alone: the limit decides
-        await models.resolve("small").engine()  # 1 GB is available: chat leaves
+        await models.resolve("chat").engine()  # no other model is loaded: the limit decides
+        await models.resolve("small").engine()  # 1 GB is available: chat is unloaded
         assert loaded(models) == ["small"]
 
     run(story)
@@ -140,7 +143,7 @@ def test_a_request_for_a_model_that_is_leaving_waits_and_gets_it_back() -> None:
         first = asyncio.create_task(b.engine())
         for _ in range(10):
             await asyncio.sleep(0)
-        with pytest.raises(BusyError):  # b is being loaded: that is use
+        with pytest.raises(BusyError):  # b is being loaded, which counts as use
             await a.engine()
         gate.open()
         await first

@@ -1,5 +1,8 @@
-"""The AI SDK over every dialect it speaks: text, reasoning, tools, forms, streams, leaving, a full
-window. It refuses an answer that is not what its schemas say."""
+"""The AI SDK works with every dialect that it supports.
+
+The tests cover text, reasoning, tools, structured output, streams, cancellation and a full
+context. The SDK rejects an answer that does not match its schemas.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from support.http_server import running_server
 from support.scripted_engine import Gate, ScriptedEngine, Step
 from support.until import until
 
-# Where npm has ai, zod and the three providers; benchmarks/clients/agents has their versions.
+# A folder where npm has installed ai, zod and the three providers, in the versions of
+# benchmarks/clients/agents.
 _PACKAGES = os.environ.get("LOCALLLM_AI_SDK", "")
 _SCRIPT = Path(__file__).parents[2] / "benchmarks/clients/sdk/ai_every_way.mjs"
 _CALL = '<tool_call>\n{"name": "look", "arguments": {"q": "x"}}\n</tool_call>'
@@ -49,8 +53,8 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture(scope="module")
 def came_to(engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each way came to, by dialect and way."""
-    # node looks for packages above the script
+    """Run the script, and return its results by dialect and case."""
+    # node looks for packages in the folders above the script
     folder = tmp_path_factory.mktemp("ai")
     (folder / "node_modules").symlink_to(Path(_PACKAGES) / "node_modules")
     script = shutil.copy(_SCRIPT, folder)
@@ -75,7 +79,7 @@ def test_texts_and_reasoning(came_to: dict[str, Any], dialect: str, way: str) ->
     got = came_to[f"{dialect} {way}"]
     assert (got["text"], got["reason"]) == ("Hello world", "stop")
     assert got["output_tokens"] > 0
-    # OpenAI's own chat completions have no reasoning, so its provider reads none
+    # OpenAI's chat completions have no reasoning, so the SDK's OpenAI provider reads none
     assert got.get("reasoning") == (None if dialect == "openai chat" else "hm")
 
 

@@ -1,5 +1,7 @@
-"""Anthropic's dialect as Claude Code, pi, Cline and the SDKs use it: what they send reaches the
-model, and what they read in the answers is there."""
+"""Anthropic's dialect as Claude Code, pi, Cline and the SDKs use it.
+
+Every field that they send reaches the model, and the answers have every field that they read.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ LOOK = {
     "input_schema": {"type": "object", "properties": {}},
 }
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
-# How Claude Code 2.1 reads the two numbers out of an error, to compact by as much as is needed.
+# Claude Code 2.1 reads the two token counts from an error to compute how much to compact.
 CLAUDE_CODE = re.compile(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", re.IGNORECASE)
 
 
@@ -57,27 +59,27 @@ def _serving(model: Path) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def smol(smollm2: Path):
-    """Its calls make sense to it, so they end."""
+    """A client of a server with the full SmolLM2, whose calls are sensible and therefore end."""
     with _serving(smollm2) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def counting(few_layers: Path):
-    """For what is counted and not read."""
+    """A client of a server with a model of few layers, for tests that only count tokens."""
     with _serving(few_layers) as client:
         yield client
 
 
 def ask(http: httpx.Client, engine: ScriptedEngine, **body: Any) -> tuple[httpx.Response, Any]:
-    """The reply, and what the engine was asked."""
+    """Return the reply and the engine's request."""
     engine.requests.clear()
     reply = http.post(MESSAGES, json={"messages": HI, "max_tokens": 50, **body})
     assert reply.status_code == 200, reply.text
     return reply, engine.requests[-1]
 
 
-# --- the window -----------------------------------------------------------------------------------
+# --- the context ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])

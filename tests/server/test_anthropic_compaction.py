@@ -1,5 +1,8 @@
-"""Anthropic's compaction: the model's summary as a block before the answer, in both forms of the reply,
-and the turns after it."""
+"""Anthropic's compaction.
+
+The model's summary is a block before the answer, in streams and in complete replies. Later turns
+continue from it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ GO_ON = {"role": "user", "content": "Go on."}
 
 
 class Model:
-    """Writes a summary when it is asked for one, and one word otherwise."""
+    """A model that writes a summary when it is asked for one, and otherwise one word."""
 
     def __init__(self) -> None:
         self.summary = SUMMARY
@@ -109,7 +112,7 @@ def test_the_summary_stands_before_the_answer(http: httpx.Client, engine: Script
     assert SYSTEM in prompt
     assert SUMMARY in block["content"]
     assert "dry 1" not in prompt
-    # What the model can't lose: the user's messages and the calls.
+    # Compaction keeps the user's messages and the calls, whatever the model writes.
     assert all(
         said in block["content"] for said in ("Look at deck 1.", "Look at deck 2.", "Go on.")
     )

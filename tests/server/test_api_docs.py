@@ -1,4 +1,4 @@
-"""The API pages name every path and every field of the server."""
+"""The API pages document every path and every field of the server."""
 
 from __future__ import annotations
 

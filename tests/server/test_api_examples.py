@@ -1,4 +1,4 @@
-"""Runs the curl and Python examples of the API pages against a server with a scripted model."""
+"""The curl and Python examples of the API pages run against a server with a scripted model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADDRESS = "http://localhost:11535"
 SCORING = "scoring.md"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 PLACE = '{"city": "Paris", "country": "France"}'
-# Text in the output of each page's examples; an answer of the model if the page is not listed.
+# Text in the output of each page's examples. An unlisted page prints the model's answer.
 PRINTED = {
     "errors.md": "no-such-model",
     "security.md": "qwen3-8b",

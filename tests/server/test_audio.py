@@ -1,5 +1,8 @@
-"""Sounds over HTTP, with the clients' own libraries, through a real worker and tiny models that hear
-or don't."""
+"""Audio over HTTP, through a real worker.
+
+The requests come from the clients' own libraries. The tiny models include some without audio
+input.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ def test_openai_s_client_transcribes_and_translates(server: Running, http: httpx
     reply = http.post("/v1/audio/transcriptions", **sent)  # type: ignore[arg-type]
     assert reply.headers["content-type"].startswith("text/plain")
     assert reply.text == plain.text + "\n"
-    # The newest client calls this method deprecated.
+    # The newest client marks this method as deprecated, so the test uses plain HTTP.
     reply = http.post("/v1/audio/translations", files={"file": file}, data={"model": "tiny"})
     assert reply.json()["text"] != plain.text
 
@@ -173,7 +176,7 @@ def test_a_second_turn_encodes_nothing(http: httpx.Client) -> None:
 
 
 def false_header(channels: int = 1, rate_hz: int = 16_000) -> bytes:
-    """A wav of a second whose header claims four gigabytes."""
+    """Return a WAV of one second whose header claims 4 GB."""
     body = wav(1.0, 1)[44:]
     form = struct.pack("<HHIIHH", 1, channels, rate_hz, 32_000, 2, 16)
     head = b"RIFF" + struct.pack("<I", 2**32 - 1) + b"WAVEfmt " + struct.pack("<I", 16) + form

@@ -1,5 +1,7 @@
-"""Requests that no user waits for, as agents send them: recognised by headers, or by their form
-beside a running request with tools; and run at low priority."""
+"""Background requests of agents, which no user waits for, run at low priority.
+
+They are recognised by their headers, or by their form if a request with tools is running.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def test_a_header_names_the_purpose(
     http: httpx.Client, engine: ScriptedEngine, headers: dict[str, str], priority: int
 ) -> None:
     assert priority_of(http, engine, body("Hi", tools=TOOLS), **headers) == priority
-    # The client's own choice comes first.
+    # A priority that the client sets overrides the detection.
     sent = body("Hi", service_tier="priority")
     assert priority_of(http, engine, sent, **headers) == 1
 
@@ -93,7 +95,7 @@ def test_a_short_request_beside_an_agents_one(
     assert gate.reached.wait(30)
     assert engine.requests[-1].generation.priority == 0
     assert priority_of(http, engine, title) == -1
-    # Longer, with tools, or of another program: a user may wait for it.
+    # A user may wait for a request that is longer, has tools or comes from another program.
     assert priority_of(http, engine, {**title, "max_tokens": 4000}) == 0
     assert priority_of(http, engine, {**title, "max_tokens": None}) == 0
     assert priority_of(http, engine, {**title, "tools": TOOLS}) == 0
@@ -107,8 +109,11 @@ def test_a_short_request_beside_an_agents_one(
 def test_a_short_request_of_an_unknown_program(
     http: httpx.Client, engine: ScriptedEngine, gate: Gate, agent: str
 ) -> None:
-    """It may be unrelated to the request that runs with tools. As one of low priority it
-    would wait until that one's prompt is read, and then for 25 of its steps."""
+    """A short request of an unknown program keeps normal priority.
+
+    It may be unrelated to the running request with tools. At low priority it would wait until
+    that request's prompt is read, and then for 25 of its steps.
+    """
     sent = {"json": body("Work.", tools=TOOLS), "headers": {"user-agent": agent}}
     other = threading.Thread(target=http.post, args=(CHAT,), kwargs=sent)
     other.start()
@@ -121,7 +126,7 @@ def test_a_short_request_of_an_unknown_program(
 def test_short_requests_of_a_script_do_not_slow_each_other(
     http: httpx.Client, engine: ScriptedEngine, gate: Gate
 ) -> None:
-    """Without tools beside them, all have the same priority."""
+    """If no request with tools is running, short requests keep the same priority."""
     threads = []
     for _ in range(3):
         sent = {"json": body("Work."), "headers": {"user-agent": "script/1.0"}}

@@ -1,5 +1,8 @@
-"""Bodies: packed ones are unpacked within the limit, deep ones are refused without holding the
-server up."""
+"""Compressed and deeply nested request bodies.
+
+A compressed body is unpacked up to the limit. A body that is nested too deeply is refused and
+does not block the server.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +132,7 @@ def test_what_can_not_be_unpacked_says_why(
 
 
 class _Sent:
-    """A request whose body is here already."""
+    """A request whose whole body has arrived."""
 
     def __init__(self, body: bytes) -> None:
         self._body = body
@@ -141,7 +144,10 @@ class _Sent:
 
 
 def test_a_body_of_many_brackets_does_not_hold_the_server_up() -> None:
-    """Refused for its depth, which is only seen at its end; meanwhile the loop turns."""
+    """The body is refused for its depth, which shows only at its end.
+
+    Meanwhile the event loop continues to run.
+    """
     body = b'{"x":[' + b"{}," * 49_000 + b"[" * 200 + b"]" * 201 + b"}"
 
     async def story() -> int:

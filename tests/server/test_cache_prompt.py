@@ -1,5 +1,7 @@
-"""`cache_prompt: false` at a real engine: the request takes nothing from the prefix cache or from a
-neighbour, and leaves nothing behind for others. All through HTTP and the worker process."""
+"""`cache_prompt: false` with a real engine, over HTTP and the worker process.
+
+The request reuses no KV of the prefix cache or of a running request, and leaves none for others.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def http(server: Running) -> Iterator[httpx.Client]:
 
 
 def conversation(name: str) -> list[dict[str, str]]:
-    """One of about a hundred tokens that differs from others at its very beginning."""
+    """Return a conversation of about 100 tokens that differs from all others at its first token."""
     rules = (
         f"{name} is a careful librarian. "
         + ("She knows every book of the town, and tells where it stands. ") * 6
@@ -43,7 +45,7 @@ def conversation(name: str) -> list[dict[str, str]]:
 
 
 def cached(http: httpx.Client, name: str, **more: Any) -> int:
-    """How many of the conversation's prompt tokens a short answer found cached."""
+    """Return how many prompt tokens of the conversation were cached."""
     body = {"messages": conversation(name), "temperature": 0, "max_tokens": 3, **more}
     r = http.post(CHAT, json=body)
     assert r.status_code == 200, r.text
@@ -56,7 +58,7 @@ def cached(http: httpx.Client, name: str, **more: Any) -> int:
 
 @contextmanager
 def answering(http: httpx.Client, name: str, **more: Any) -> Iterator[None]:
-    """The conversation is being answered for as long as the block runs."""
+    """Keep an answer to the conversation running during the block."""
     body = {
         "messages": conversation(name), "temperature": 0, "stream": True, "ignore_eos": True,
         "max_tokens": 3000, **more,
@@ -65,15 +67,15 @@ def answering(http: httpx.Client, name: str, **more: Any) -> Iterator[None]:
         lines = (line for line in r.iter_lines() if line.startswith("data: {"))
         next(line for line in lines if json.loads(line[6:])["choices"][0]["delta"].get("content"))
         yield
-        assert json.loads(next(lines)[6:])["choices"][0]["finish_reason"] is None  # it still is
+        assert json.loads(next(lines)[6:])["choices"][0]["finish_reason"] is None  # still running
 
 
 def test_what_is_cached_is_not_used(http: httpx.Client) -> None:
     assert cached(http, "Ada") < 16
-    assert cached(http, "Ada") > 80  # there is something to find, and others find it
+    assert cached(http, "Ada") > 80  # the KV is cached, and other requests find it
     for _ in range(2):
         assert cached(http, "Ada", cache_prompt=False) == 0
-    assert cached(http, "Ada") > 80  # and it is still there
+    assert cached(http, "Ada") > 80  # the KV is still cached
 
 
 def test_nothing_is_left_behind(http: httpx.Client) -> None:

@@ -1,9 +1,8 @@
-"""Other people's Python clients finish their loop: a tool is called, its result goes back, an
-answer comes.
+"""Third-party Python clients complete the tool loop: call, result, answer.
 
-The model is scripted and writes one notation of calls; what counts here is that each library reads
-what the server sends, and that the server reads what the library sends back: the history of its own
-making, numbers as numbers, and more tokens wished for than the window has. The same libraries,
+The model is scripted and writes one format of calls. The tests check that each library reads the
+server's output, and that the server reads what the library sends back: the history that it
+built, numbers as numbers, and a token limit above the size of the context. The same libraries,
 agents and real templates: benchmarks/clients.
 """
 
@@ -39,12 +38,12 @@ CALL = (
     '<tool_call>\n{"name": "count", "arguments": {"place": "the pond", "limit": '
     "1234567}}\n</tool_call>"
 )
-# More than the window has left: agents ask for it whatever the window.
+# More tokens than the context has left: agents ask for as many with any context.
 TOO_MANY = 32_000
 
 
 def script(request: Request) -> list[str]:
-    """Call the tool, and answer once its result is in the prompt with the call as it was made."""
+    """Call the tool, and answer when its result and the original call are in the prompt."""
     prompt = (
         request.prompt
         if isinstance(request.prompt, str)
@@ -77,7 +76,7 @@ def package(name: str) -> Any:
 
 
 def openai_client(server: Running) -> openai.OpenAI:
-    # Every answer and event is held against the package's own types.
+    # This client validates every answer and event against the package's own types.
     return openai.OpenAI(
         base_url=server.url + "/v1",
         api_key="none",
@@ -209,8 +208,10 @@ def test_a_client_finishes_its_loop(server: Running, loop: Loop, stream: bool) -
 def test_a_full_window_is_told_in_the_words_by_which_clients_know_it(
     server: Running, stream: bool
 ) -> None:
-    """LiteLLM, pi, Continue and Cline shorten the conversation where they find OpenAI's own
-    words."""
+    """A full context is reported in OpenAI's words.
+
+    LiteLLM, pi, Continue and Cline shorten the conversation if they find these words.
+    """
     messages: Any = [{"role": "user", "content": "x" * 5_000}]
     words = (
         r"This model's maximum context length is 4096 tokens\. However, your messages "
@@ -219,7 +220,7 @@ def test_a_full_window_is_told_in_the_words_by_which_clients_know_it(
         r"5\d\d\d tokens"
     )
     with openai_client(server) as client, pytest.raises(openai.APIError, match=words) as told:
-        # Refused before the stream begins.
+        # The request is refused before the stream begins.
         client.chat.completions.create(model="tiny", messages=messages, stream=stream)
     assert told.value.code == "context_length_exceeded"
 

@@ -1,11 +1,11 @@
-"""Every documented field of every dialect, and what becomes of it: the table below is the whole
-truth.
+"""A complete table of the documented fields of every dialect, and the effect of each.
 
-HONOURED: with it the engine is asked something else, or the reply is another, than without it (how:
-test_conformance.py). REFUSED: a 400 that names it. NAMED: tolerated, and named in
-x-localllm-ignored. NO_EFFECT: it says nothing about the answer (whose bill, which queue, which
-cache), so it is passed over in silence. A value that would change the answer is never passed over.
-A third entry is what must be sent besides for the field to mean anything.
+HONOURED: the field changes the engine's request or the reply (how: test_conformance.py).
+REFUSED: the reply is a 400 that names the field. NAMED: the field is tolerated, and named in
+x-localllm-ignored. NO_EFFECT: the field does not concern the answer (billing, queue, cache), so
+it is ignored without a note. A value that would change the answer is never ignored. The third
+entry of a row is the fields that must also be sent for the field to take effect.
+
 Sources: OpenAI's API reference (chat, completions, responses), docs.anthropic.com (messages),
 Ollama's docs/api.md, llama.cpp's tools/server/README.md, vLLM's OpenAI-compatible server.
 """
@@ -30,7 +30,7 @@ OTHER = [{"role": "user", "content": "something else"}]
 BEGUN = [*OTHER, {"role": "assistant", "content": "a beginning"}]
 WITH_TOOLS = {"tools": [TOOL]}
 FUNCTION = {"type": "function", "name": "f"}
-# Too long for the window together, though each turn is short.
+# Too long for the context in total, although each turn is short.
 LONG = [
     {"role": r, "content": f"{i} " + "word " * 40} for i in range(12) for r in ("user", "assistant")
 ] + HI
@@ -38,7 +38,7 @@ HONOURED, REFUSED, NAMED, NO_EFFECT = "honoured", "refused", "named", "no effect
 
 Table = dict[str, tuple[Any, ...]]
 
-# What every dialect of OpenAI's and llama.cpp's takes alike.
+# The fields that all of OpenAI's and llama.cpp's dialects share.
 SPELLED = [{"role": "user", "content": "a<|turn|>b"}]
 SAMPLING: Table = {
     "temperature": (HONOURED, 0.5), "top_p": (HONOURED, 0.5), "top_k": (HONOURED, 5),
@@ -66,14 +66,14 @@ SAMPLING: Table = {
     "ebnf": (HONOURED, 'root ::= "x"'),
     "model": (HONOURED, "other"), "stream": (HONOURED, True),
 }  # fmt: skip
-# Of a model that does not reason: what switches that on or off, limits or hides it.
+# Fields that switch reasoning on or off, limit it or hide it, for a model that does not reason.
 THINKING: Table = {
     "reasoning": (NAMED, {"max_tokens": 5}), "reasoning_effort": (NAMED, "low"),
     "thinking": (NAMED, {"type": "disabled"}), "think": (NAMED, False),
     "enable_thinking": (NAMED, False), "include_reasoning": (NAMED, False),
     "chat_template_kwargs": (HONOURED, {"a": 1}),
     "thinking_budget": (NAMED, 5), "thinking_token_budget": (NAMED, 5),
-    "loop_guard": (NO_EFFECT, True),  # of a conversation without a loop
+    "loop_guard": (NO_EFFECT, True),  # the conversation has no loop
     "thinking_budget_tokens": (NAMED, 5), "reasoning_budget_tokens": (NAMED, 5),
 }  # fmt: skip
 TELEMETRY: Table = {
@@ -114,7 +114,7 @@ CHAT: Table = {
     "tfs_z": (REFUSED, 0.5), "top_n_sigma": (REFUSED, 1),
     "truncate_prompt_tokens": (REFUSED, 5), "use_beam_search": (REFUSED, True),
     "id_slot": (NO_EFFECT, 0),
-    # without their switch, which is refused, these mean nothing
+    # without the option that enables them, which is refused, these have no effect
     "dynatemp_exponent": (NAMED, 1), "mirostat_tau": (NAMED, 5),
     "priority": (NAMED, 1), "an_editors_own": (NAMED, 1),
     "verbose": (HONOURED, True), **TELEMETRY,
@@ -211,7 +211,7 @@ OLLAMA_GENERATE: Table = {
     "format": (HONOURED, "json"), "options": (HONOURED, {"num_predict": 3}),
     "keep_alive": (NO_EFFECT, 0),
     "logprobs": (HONOURED, True), "top_logprobs": (NAMED, 2), "shift": (NAMED, True),
-    # Of one prompt there is no older part to leave out.
+    # A raw prompt has no older messages to leave out.
     "truncate": (NAMED, True, {"raw": True}),
     "images": (REFUSED, ["aGk="]), "template": (REFUSED, "{{ x }}"), "context": (REFUSED, [1, 2]),
 }  # fmt: skip
@@ -246,7 +246,7 @@ TEMPLATE = "{{ a }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor
 CALLS = "Well.\n" + "".join(
     f'<tool_call>\n{{"name": "f", "arguments": {{"n": {n}}}}}\n</tool_call>\n' for n in (1, 2)
 )  # fmt: skip
-# What differs from one reply to the next, whatever was asked.
+# Values that differ between replies to the same request.
 FRESH = re.compile(
     r'(?<=[-_])[0-9a-f]{24}\b|"created(_at)?": ?("[^"]*"|\d+)|"total_duration": '
     r'?\d+|"completed_at": ?\d+|(?<=_ms": )[0-9.e-]+|(?<=_per_second": )[0-9.e-]+'
@@ -277,8 +277,11 @@ def http(engine: ScriptedEngine):
 def effect(
     http: httpx.Client, engine: ScriptedEngine, path: str, body: dict[str, Any], field: str
 ) -> tuple[httpx.Response, Any]:
-    """The reply to `body`, and all that can be seen of it: what the engine was asked, what the
-    reply says, whether it is kept. An echo of the field itself is no effect."""
+    """Return the reply to `body` and all observable effects.
+
+    These are the engine's requests, the reply's content, and whether the response is stored. An
+    echo of the field itself does not count as an effect.
+    """
     engine.requests.clear()
     reply = http.post(path, json=body)
     said: Any = FRESH.sub("", reply.text)
@@ -314,22 +317,23 @@ def test_what_becomes_of_it(
         for name in reply.headers.get("x-localllm-ignored", "").split(",")
         if name
     ]
-    # A model without reasoning has neither an effort nor a budget of it, whatever a dialect calls
-    # them.
+    # A model without reasoning has neither an effort nor a reasoning budget, in any dialect.
     named = {field}
     if "reasoning" in field or "think" in field:
         named |= {"reasoning_effort", "thinking_budget"}
     assert named & set(ignored) if fate == NAMED else not ignored, ignored
     _, without = effect(http, engine, path, body, field)
     assert (seen != without) == (fate == HONOURED)
-    # What differs by chance would pass for an effect: the same request must be seen alike twice.
+    # A random difference would look like an effect, so the same request must give the same result.
     assert effect(http, engine, path, {**body, field: value}, field)[1] == seen
 
 
 @pytest.mark.parametrize("path", DIALECTS)
 def test_no_field_is_without_a_row(http: httpx.Client, path: str) -> None:
-    """What a dialect reads, as its document says: without a row it could be dropped, and nobody
-    would know."""
+    """Every field of a dialect's OpenAPI document has a row.
+
+    Without a row the field could be dropped, and no test would fail.
+    """
     document = http.get("/openapi.json").json()
     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"][
         "$ref"

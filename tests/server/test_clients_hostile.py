@@ -1,4 +1,4 @@
-"""Clients that mean harm by being slow: what a connection may hold open, and for how long."""
+"""Slow clients with hostile intent: limits on what a connection may hold open, and how long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
 
-# seconds. Shorter, and a busy machine may not send whole headers in time.
+# Seconds. With a shorter limit a busy machine may not send all headers in time.
 HEADER_S = 1.0
 
 
@@ -46,7 +46,7 @@ def test_a_connection_may_rest_between_requests() -> None:
             _read_health(s)
             s.settimeout(1.5 * HEADER_S)
             with pytest.raises(TimeoutError):
-                s.recv(1)  # nothing, and not closed
+                s.recv(1)  # no data, and the connection is open
 
 
 def test_many_that_hold_their_connections_open_keep_nobody_out() -> None:

@@ -1,8 +1,9 @@
-"""Other people's clients against the server on SmolLM2: whatever it writes, the protocol holds and
-nothing hangs.
+"""Third-party clients against the server on SmolLM2.
 
-`openai` is always there. The others are run where their package is installed, and skipped by name
-where it is not.
+Whatever the model writes, the protocol is correct and no request hangs.
+
+`openai` is always installed. The tests of other clients are skipped, and named, if the package
+is not installed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ TOOL = {
 
 
 class Form(pydantic.BaseModel):
-    """What the structured answers must be."""
+    """The schema of the structured answers."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
     grade: int = pydantic.Field(ge=0, le=9)
@@ -48,7 +49,7 @@ class Form(pydantic.BaseModel):
 
 @pytest.fixture(scope="module", params=["itself", pytest.param("upstream", marks=pytest.mark.long)])
 def server(smollm2: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
-    """The server with the model; or one that has it as an upstream."""
+    """A server that runs the model, or one that reaches it through an upstream."""
     supervisor = Supervisor(WorkerOptions(LoadSpec(path=str(smollm2), n_ctx=2048, n_seq_max=2)))
     with ExitStack() as stack:
         running = stack.enter_context(running_server({"smollm2": supervisor}))
@@ -199,10 +200,10 @@ def test_ollama_finishes_a_tool_loop_and_unloads(
     with_logprobs = client.generate(
         model="smollm2", prompt="Hi", options=few, logprobs=True, top_logprobs=1
     )
-    # The token that ends an answer is counted and has no text.
+    # The token that ends an answer counts, but has no text.
     assert with_logprobs.eval_count - len(with_logprobs.logprobs) in (0, 1)
     here = [m.digest for m in client.ps().models]
-    assert here in ([], [client.list().models[0].digest])  # what runs elsewhere is loaded there
+    assert here in ([], [client.list().models[0].digest])  # an upstream has loaded it
     assert client.generate(model="smollm2", keep_alive=0).done_reason == "unload"
     assert client.ps().models == []
     with pytest.raises(ollama.ResponseError, match="--allow-pull"):

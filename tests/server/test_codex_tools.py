@@ -1,5 +1,7 @@
-"""What Codex sends besides functions: namespaces of them, and custom tools that take text under a
-grammar of their own."""
+"""Codex's tools other than functions.
+
+These are namespaces of functions, and custom tools that take text constrained by a grammar.
+"""
 
 from __future__ import annotations
 
@@ -271,7 +273,7 @@ def test_codex_finds_what_it_asks_of_a_model() -> None:
         ["text"],
     )
     assert "Patch. Lines without + must be in the file word for word." in known["base_instructions"]
-    # Fields without a default in Codex 0.169: a list without them is no list to it.
+    # Fields without a default in Codex 0.169, which rejects a list of models that lacks one.
     assert set(known) >= {
         "slug", "display_name", "supported_reasoning_levels", "shell_type", "visibility",
         "supported_in_api", "priority",

@@ -1,5 +1,8 @@
-"""A conversation that outgrows the context: refused with the counts, or, where the client asked,
-without its oldest turns."""
+"""A conversation that outgrows the context.
+
+The request is refused with the token counts, or its oldest turns are left out if the client
+asked for that.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def http(ship: Running) -> Iterator[httpx.Client]:
 
 
 def _days(n: int) -> list[dict[str, Any]]:
-    """A diary of `n` answered days and a question, some 70 tokens a day."""
+    """Return a diary of `n` answered days and a question, about 70 tokens a day."""
     turns: list[dict[str, Any]] = [SYSTEM]
     for day in range(n):
         turns += [
@@ -84,7 +87,8 @@ def test_a_client_that_asked_is_answered_and_told(
     usage = response.json()["usage"]
     assert messages % 2 == 0
     assert usage["prompt_tokens"] + tokens == int(re.search(r"has (\d+) tokens", refused)[1])
-    # The estimate is close: a cut leaves 60 % of the room for turns, and at most all of it.
+    # The estimate is close: a cut leaves 60 % of the space for turns, and never more than all of
+    # it.
     assert 0.5 * N_CTX < usage["prompt_tokens"] <= N_CTX - 4
     assert f"omitted {messages} messages, {tokens} tokens" in caplog.text
 
@@ -96,8 +100,10 @@ def test_what_fits_is_left_alone(http: httpx.Client) -> None:
 
 
 def test_the_prefix_holds_over_the_following_turns(http: httpx.Client) -> None:
-    """The cut moves once in several turns. While it stays, all but the new turn comes from the
-    cache."""
+    """The cut moves only once in several turns.
+
+    Until it moves, all tokens except those of the new turn come from the cache.
+    """
     cuts: list[int] = []
     for n in range(20, 36):
         response = _ask(http, _days(n), truncation="auto")
@@ -172,7 +178,7 @@ def test_a_newest_turn_too_large_by_itself_is_refused_with_the_counts(http: http
     assert str(N_CTX) in error["message"]
 
 
-# --- on a scripted engine, where a token is a byte ------------------------------------------------
+# --- with a scripted engine, whose tokens are bytes -----------------------------------------------
 
 THINKER = (
     "{% for m in messages %}<|{{ m.role }}|>"
@@ -186,7 +192,7 @@ LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 
 def _agent(rounds: int) -> list[dict[str, Any]]:
-    """One question, and an agent that looked `rounds` times."""
+    """Return one question, and `rounds` calls of an agent with their results."""
     messages: list[dict[str, Any]] = [SYSTEM, {"role": "user", "content": "Find the leak."}]
     for i in range(rounds):
         call = {
@@ -229,8 +235,11 @@ def test_an_agent_at_one_question_loses_its_oldest_rounds(rounds: int) -> None:
 
 
 def test_counts_that_are_too_low_cost_a_second_cut_and_no_error() -> None:
-    """A template that writes every message three times: the frame is measured, the texts are
-    not."""
+    """A token count that is too low costs a second cut, not an error.
+
+    The template writes every message three times. The count includes the template's frame once,
+    but each text only once.
+    """
     thrice = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ m.content }}{{ m.content "
         "}}\n{% "

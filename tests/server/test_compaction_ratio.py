@@ -1,5 +1,7 @@
-"""What compaction saves in a conversation of 40 turns with tools, and what a model can still answer:
-facts that were kept, and the names of those that were left out."""
+"""Compaction of a conversation of 40 turns with tools: tokens saved, and facts retained.
+
+Afterwards the model can still answer from kept facts, and can name the calls of those left out.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def fact(i: int) -> str:
 
 
 class Reader:
-    """Reads its prompt: answers with the fact, or names the call that has it."""
+    """A model that answers from its prompt: with the fact, or with the name of the call that has
+    it."""
 
     def __call__(self, request: Request) -> list[str]:
         prompt = str(request.prompt)
@@ -58,7 +61,7 @@ def responses() -> list[dict[str, Any]]:
 
 
 def messages() -> list[dict[str, Any]]:
-    """The same conversation for Anthropic's dialect."""
+    """Return the same conversation in Anthropic's dialect."""
     turns: list[dict[str, Any]] = []
     for i in range(TURNS):
         used = {"type": "tool_use", "id": f"c{i}", "name": "read_file"}

@@ -1,9 +1,10 @@
-"""What this server does with every field it knows: the tables in rows_*.py are the documentation,
-each row a request.
+"""The server's behaviour for every field it knows.
 
-A row is honoured (its effect is looked for in what reached the engine or in the reply), tolerated
-(no effect on the answer; named in x-localllm-ignored where nobody knows it) or refused (a 4xx that
-says why). Nothing that would change the answer is accepted and ignored.
+The tables in rows_*.py are the documentation. Each row is a request.
+
+A row is honoured (the effect is visible in the engine's request or in the reply), tolerated (no
+effect on the answer; named in x-localllm-ignored if the field is unknown) or refused (a 4xx with
+a reason). No field that would change the answer is accepted and ignored.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Connections of those who have no key: however many, and whatever they do, they end, and nobody
-waits for them."""
+"""Connections of clients without a key.
+
+In any number, and whatever they send, they end, and no other client waits for them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from support.http_server import Running, running_server
 from support.scripted_engine import Gate, ScriptedEngine
 from support.until import until
 
-# More than are held of all together (512), and of strangers (64).
+# More than the limits on all connections (512) and on those without a key (64).
 MANY = 600
 KEY = {"Authorization": "Bearer s3cret"}
 CHAT = "/v1/chat/completions"
@@ -49,7 +51,7 @@ def _answered(s: socket.socket) -> bytes:
 
 
 def _ended(s: socket.socket) -> bool:
-    """Whether the server has closed it; what it said is read and dropped."""
+    """Return whether the server has closed the connection. Discard the data it sent."""
     s.setblocking(False)
     try:
         return not s.recv(65536)
@@ -101,7 +103,7 @@ strangers = pytest.mark.parametrize(
 
 @strangers
 def test_any_number_without_a_key_keeps_nobody_waiting(sends: bytes, answers: bool) -> None:
-    """Those with a key are answered long before any of these would have to end."""
+    """Clients with a key are answered long before any of these connections would time out."""
     limits = {"idle_unknown_timeout_s": 300.0, "header_timeout_s": 300.0, "body_timeout_s": 300.0}
     with (
         running_server({"tiny": ScriptedEngine()}, api_key="s3cret", **limits) as server,
@@ -212,7 +214,7 @@ def test_a_known_one_that_rests_makes_room_and_busy_ones_do_not() -> None:
 
 
 def test_one_key_holds_a_part_of_the_connections() -> None:
-    """Streams of events that never end, all of one key that may have one request."""
+    """One key that may have one request opens streams of events that never end."""
     secrets = {name: f"secret-of-{name}-0123456789" for name in ("anna", "bob")}
     keys = tuple(NamedKey(n, digest_of(s.encode()), parallel=1) for n, s in secrets.items())
     anna, bob = ({"Authorization": f"Bearer {secret}"} for secret in secrets.values())

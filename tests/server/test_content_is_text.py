@@ -1,5 +1,7 @@
-"""What users and tools write becomes no control token of the prompt, whatever it spells; the
-template's own marks do."""
+"""Text of users and tools never becomes a control token of the prompt.
+
+The template's own markers do become control tokens.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ _FIXED = ("<end>", "<|im_start|>", "<|im_end|>", "<unk>", "[INST]", "<|a|>", "<|
 
 
 class Words:
-    """A tokenizer of characters and `controls`."""
+    """A tokenizer whose tokens are single characters and `controls`."""
 
     def __init__(self, *controls: str) -> None:
         self.info = SimpleNamespace(control_texts=controls)
@@ -53,7 +55,7 @@ class Words:
         return [self._number(word) for word in self._words(text, special)]
 
     def read(self, text: str) -> list[str]:
-        """The characters and controls that a prompt is read as."""
+        """Return the characters and control texts that a prompt is tokenised into."""
         return [self._spell(token) for token in Tokenizer(cast("Backend", self)).tokens(text)]
 
     def _number(self, word: str) -> int:
@@ -138,7 +140,8 @@ def test_no_control_token_of_content_reaches_the_prompt(notation: str) -> None:
         prompts = [_prompt(template, words, role, text) for text in ("plain", evil)]
         plain, tokens = [words.read(p) for p in prompts]
         assert [t for t in tokens if len(t) > 1] == [t for t in plain if len(t) > 1], (role, evil)
-        # Nothing is lost (a template may order keys, which a mark may move).
+        # No text is lost. The order may differ: a template may sort keys, which a marker can
+        # change.
         assert sorted("".join(tokens)) == sorted(
             _prompt(template, words, role, evil, parse_special=True)
         )
@@ -146,8 +149,10 @@ def test_no_control_token_of_content_reaches_the_prompt(notation: str) -> None:
 
 
 def _vocabularies() -> list[str]:
-    """llama.cpp's own files of real tokenizers (models/ggml-vocab-*.gguf of its sources), where
-    somebody names their folder."""
+    """Return the paths of real tokenizers from llama.cpp's sources (models/ggml-vocab-*.gguf).
+
+    LOCALLLM_VOCABULARIES names their folder.
+    """
     folder = os.environ.get("LOCALLLM_VOCABULARIES")
     return (
         ["smollm2", *(str(path) for path in sorted(Path(folder).glob("*.gguf")))]
@@ -157,7 +162,7 @@ def _vocabularies() -> list[str]:
 
 
 class Real(LlamaCppVocabulary):
-    """A real tokenizer, its weights left alone."""
+    """A real tokenizer, loaded without its weights."""
 
     def __init__(self, path: str) -> None:
         params = llama_cpp.llama_model_default_params()
@@ -167,7 +172,7 @@ class Real(LlamaCppVocabulary):
         self.info = SimpleNamespace(control_texts=self.control_texts)
         spelled = set(self.control_texts)
         text = llama_cpp.llama_vocab_get_text
-        # what a letter becomes that the vocabulary has not is no mark
+        # the token for letters that the vocabulary lacks is not a control token
         unknown = self.tokenize("日😀", special=False)
         vocab = llama_cpp.llama_model_get_vocab(model)
         every = range(llama_cpp.llama_vocab_n_tokens(vocab))
@@ -252,7 +257,7 @@ def test_each_dialect_counts_text_as_text_unless_told(
     literal, parsed = [
         count(http.post(path, json={**body, **p}).json()) for p in ({}, {"parse_special": True})
     ]
-    # One token instead of eight letters; behind it this vocabulary writes a space.
+    # One token replaces eight letters. After a control token this vocabulary adds a space.
     assert literal == parsed + len("<|turn|>") - 2
 
 

@@ -1,5 +1,8 @@
-"""Anthropic's `context_management`: which results and which reasoning each edit leaves out, what the
-answer says of it, and what of the cache stays."""
+"""Anthropic's `context_management`.
+
+The tests check which results and reasoning each edit removes, what the answer reports, and which
+part of the cached prefix remains valid.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,10 @@ def uses(n: int) -> dict[str, Any]:
 
 
 def conversation(rounds: int) -> list[dict[str, Any]]:
-    """One question for each round: reasoning, a call, its result, and an answer. Every third call is
-    of `note`."""
+    """Return `rounds` questions, each with reasoning, a call, its result and an answer.
+
+    Every third call is of `note`.
+    """
     messages: list[dict[str, Any]] = []
     for i in range(rounds):
         name = "note" if i % 3 == 2 else "read"
@@ -75,7 +80,7 @@ def body(*edits: dict[str, Any], rounds: int = 8, **more: Any) -> dict[str, Any]
 def asked(
     http: httpx.Client, engine: ScriptedEngine, *edits: dict[str, Any], **more: Any
 ) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
-    """The prompt, the applied edits and the usage."""
+    """Return the prompt, the applied edits and the usage."""
     reply = http.post(MESSAGES, json=body(*edits, **more))
     assert reply.status_code == 200, reply.text
     answer = reply.json()
@@ -206,6 +211,7 @@ def test_a_real_model_reads_only_what_changed(few_layers: Path) -> None:
             ]
             fresh.append(usage["input_tokens"])
             total = usage["input_tokens"] + usage["cache_read_input_tokens"]
-        # From the newly cleared result on: the results that are kept, and no older turn.
+        # New tokens start at the newly cleared result: they include the kept results, and no older
+        # turn.
         assert fresh[-1] < 0.75 * total
         assert usage["cache_read_input_tokens"] > 300

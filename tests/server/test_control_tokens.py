@@ -1,5 +1,8 @@
-"""Formats whose markers are control tokens: a real model that writes Mistral's [TOOL_CALLS] as its
-one control token is read as a call, and none of its control tokens reach a plain answer."""
+"""Formats whose markers are control tokens.
+
+If a real model writes Mistral's [TOOL_CALLS] as its one control token, the call is read. No
+control token appears in a plain answer.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def ask(http: httpx.Client, **fields: Any) -> dict[str, Any]:
     body = {
         "messages": [{"role": "user", "content": "hi"}],
         "temperature": 0,
-        # The marker, whenever nothing forbids it.
+        # The marker, if no constraint forbids it.
         "logit_bias": {str(MARKER): 100},
         "max_tokens": 200,
         **fields,
@@ -82,7 +85,7 @@ def ask(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 def calls_as_declared(choice: dict[str, Any]) -> bool:
-    """The choice ends in calls of TOOL, each with arguments that its schema allows."""
+    """Return whether the choice ends in calls of TOOL with arguments that its schema allows."""
     calls = [c["function"] for c in choice["message"].get("tool_calls") or ()]
     kept = all(c["name"] == "f" and json.loads(c["arguments"])["n"] in (1, 2, 3) for c in calls)
     return choice["finish_reason"] == "tool_calls" and bool(calls) and kept

@@ -1,5 +1,4 @@
-"""A limit or a client's stop text in the middle of a call: the client gets no call that could be
-run, by any reply."""
+"""A token limit or a stop text in the middle of a call: no dialect returns an executable call."""
 
 from __future__ import annotations
 
@@ -33,15 +32,20 @@ CALL = (
 
 
 def writer(reply: str, template: str, held: bool) -> ScriptedEngine:
-    """A model that says this, letter by letter. If its calls are not `held`, no grammar can be made
-    for them."""
+    """Return a model that writes `reply` character by character.
+
+    If `held` is false, its calls cannot be constrained by a grammar.
+    """
     engine = ScriptedEngine(list(reply), chat_template=template)
     engine.holds_calls = held
     return engine
 
 
 def choice(**body: Any) -> dict[str, Any]:
-    """The one choice of a reply, whole; the stream is folded and must say the same."""
+    """Return the one choice of the complete reply.
+
+    The choice that is put together from the stream must be the same.
+    """
     engine = writer(CALL, TEMPLATE, held=False)
     asked = {"messages": [{"role": "user", "content": ASKED}], "tools": [WRITE], **body}
     with (
@@ -158,7 +162,11 @@ def test_a_line_of_ollamas_stream_holds_no_half_call() -> None:
 
 
 def test_in_no_notation_and_dialect_is_a_held_call_that_ends_open_a_fault_of_the_server() -> None:
-    """At any letter, by its own end, a limit or a stop, with what no notation writes in between."""
+    """A constrained call that is cut is not an internal error, in any format and dialect.
+
+    The cut comes at any character, from the model's end, a limit or a stop, also with text that
+    no format writes.
+    """
     said = {"reply": "", "held": True}
 
     def script(request: Request) -> list[str]:

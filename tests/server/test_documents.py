@@ -1,5 +1,8 @@
-"""Files in messages, in every dialect that has them: text is read, PDFs where the extra is, the
-rest is refused or named."""
+"""Files in messages, in every dialect that has them.
+
+Text is read, and so are PDFs if the extra is installed. Other files are refused, or named as
+ignored.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def b64(data: bytes) -> str:
 
 
 def doors(data: bytes, kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """A file in every form that it comes in."""
+    """Return requests that contain the file in every supported form."""
     sent = f"data:{kind};base64,{b64(data)}"
     file = {"type": "file", "file": {"filename": "a.txt", "file_data": sent}}
     item = {"type": "input_file", "filename": "a.txt", "file_data": sent}

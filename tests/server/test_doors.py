@@ -1,6 +1,8 @@
-"""Who gets in and what they are told: names and pages allowed by the user, addresses with a key,
-browsers that must be able to read a refusal, and DNS rebinding, which no combination of them may
-open."""
+"""Access control and its error messages.
+
+The tests cover the host names and origins that the user allows, addresses with a key, and
+refusals that browsers must be able to read. No combination of settings permits DNS rebinding.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from support.scripted_engine import ScriptedEngine
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 KEY = {"Authorization": "Bearer s3cret"}
-# What a page can make a browser send once its own name points here: every name but an address.
+# Hosts that a page can make a browser send if its own name resolves here: any but addresses.
 FOREIGN_NAMES = ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example",
     "10.0.0.8.nip.io", "a.internal",
                  "0x7f.1", "2130706433", "xlocalhost", "localhost.", "[::1].evil.example",
@@ -93,8 +95,11 @@ def test_a_name_the_user_allowed_is_served_and_no_other(allowing: httpx.Client) 
 def test_no_name_that_a_page_can_point_here_is_served_whatever_else_is_right(
     keyed: httpx.Client, plain: httpx.Client, allowing: httpx.Client, host: str
 ) -> None:
-    """DNS rebinding: the page's own origin, an allowed one or none; with the key, which it can't
-    have, or without."""
+    """DNS rebinding is refused for every combination of origin and key.
+
+    The origin is the page's own, an allowed one or missing. The page cannot know the key, but a
+    request with the key is refused too.
+    """
     own_page = f"http://{host}"
     pages: list[dict[str, str]] = [{}, {"Origin": own_page}, {"Origin": "http://localhost:3000"},
                                    {"Sec-Fetch-Site": "same-origin"}]  # fmt: skip
@@ -219,7 +224,7 @@ def test_other_names_below_localhost_need_a_key(keyed: httpx.Client, plain: http
     page = {"Origin": "http://notes.localhost"}
     assert keyed.post(CHAT, json=HI, headers={**page, **KEY}).status_code == 200
     assert keyed.options(CHAT, headers=page).status_code == 204
-    assert keyed.options("/completion", headers=page).status_code == 200  # as llama.cpp answers
+    assert keyed.options("/completion", headers=page).status_code == 200  # like llama.cpp
     assert keyed.post(CHAT, json=HI, headers=page).status_code == 401
     assert plain.post(CHAT, json=HI, headers=page).status_code == 403
 

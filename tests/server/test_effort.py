@@ -1,5 +1,7 @@
-"""Every level of effort that clients send is taken, and reaches the template as one that it
-knows."""
+"""Every effort level that clients send is accepted.
+
+The template receives a level that it knows.
+"""
 
 from __future__ import annotations
 

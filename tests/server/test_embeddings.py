@@ -63,7 +63,8 @@ def vector(http: httpx.Client, text: str) -> list[float]:
 
 
 def test_the_openai_client_in_its_strict_mode(server: Running) -> None:
-    """As numbers: of base64, its own default, it checks the text before it has read it."""
+    """The client uses floats here, because in base64, its default, it validates the text
+    undecoded."""
     with openai.OpenAI(
         base_url=server.url + "/v1", api_key="x", max_retries=0, _strict_response_validation=True
     ) as client:
@@ -75,7 +76,7 @@ def test_the_openai_client_in_its_strict_mode(server: Running) -> None:
 
 def test_the_openai_client_reads_them_both_ways(server: Running) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
-        packed = client.embeddings.create(model="bert", input=["hello", "other"])  # asks for base64
+        packed = client.embeddings.create(model="bert", input=["hello", "other"])  # in base64
         plain = client.embeddings.create(
             model="bert", input=["hello", "other"], encoding_format="float"
         )
@@ -158,7 +159,7 @@ def test_an_embedding_model_does_not_chat(http: httpx.Client) -> None:
         reply = http.post(path, json={"model": "bert", **body})
         assert reply.status_code == 400, path
         assert "can't generate text" in reply.json()["error"]["message"]
-    # No name: the first model that does.
+    # A request without a model name gets the first model that generates text.
     assert (
         http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 1}).json()["model"]
         == "tiny-llama"

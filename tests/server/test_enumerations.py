@@ -1,5 +1,8 @@
-"""An unknown value in any enumeration of any request body: accepted and named if it changes nothing,
-otherwise a 400 that lists the known values."""
+"""An unknown value in any enumeration of a request body.
+
+It is accepted and named if it changes nothing. Otherwise the reply is a 400 that lists the known
+values.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "/completion": (LlamaCppFields, {"prompt": "hi"}),
 }
 NEW = "brand-new"
-# Fields that must surround an enumeration, so that its object is read.
+# Fields that an enumeration needs around it, so that its object is read.
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 GRAMMAR = {"type": "grammar", "syntax": "regex", "definition": "a"}
 CUSTOM = {"type": "custom", "name": "f", "format": GRAMMAR}
@@ -39,7 +42,7 @@ CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": 
 
 
 def enumerations(kind: Any, known: Shape | None, path: str = "") -> Iterator[tuple[str, list[str]]]:
-    """The path of each enumeration in a body, and its known values."""
+    """Yield the path of each enumeration in a body, and its known values."""
     fields = getattr(kind, "model_fields", {})
     for name, fate in (known or {}).items():
         where = f"{path}.{name}" if path else name
@@ -71,7 +74,7 @@ def inner_kind(field: Any) -> Any:
 
 
 def with_value(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """`body` with `value` under `path`. Lists that are there get it in their first entry."""
+    """Return `body` with `value` at `path`. In an existing list, the first entry is changed."""
     made = copy.deepcopy(body)
     at: Any = made
     *outer, last = path.split(".")
@@ -93,7 +96,7 @@ def cases() -> list[tuple[str, str, list[str]]]:
         for path, values in enumerations(kind, shape_of(kind)):
             first = path.partition(".")[0]
             if first in ("messages", "tools", "input", "system", "tool_choice", "prediction"):
-                continue  # see the bodies below
+                continue  # the bodies below cover it
             found.append((url, path, values))
     return found
 

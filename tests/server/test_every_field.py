@@ -1,9 +1,10 @@
-"""Every field that a dialect knows, to the last nested one, does something, is refused, or is named
-in x-localllm-ignored; and a field that nobody knows is named with its path, wherever it stands.
+"""Every field that a dialect knows, also a nested one, takes effect, is refused, or is named.
 
-The bodies below have every nested field of every shape (a test says so). Each value in them is
-changed once: what then is seen neither in the prompt and the request that reach the engine nor in
-the reply, nor refused, must be named, or be one of the few that say nothing about the answer.
+It is named in x-localllm-ignored. An unknown field is named there with its path, at any depth.
+
+The bodies below have every nested field of every shape, which a test checks. Each value is
+changed once. If the change is not refused and is visible neither in the engine's request nor in
+the reply, the field must be named, or be one of the few that do not concern the answer.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def thinking(base: dict[str, Any]) -> Bodies:
-    """Each by itself, where it has no other to agree with."""
+    """Return bodies with one reasoning field each, so that the fields need not agree."""
     alone = [{"reasoning": {k: v}} for k, v in REASONING.items()]
     alone += [{"thinking": {"type": "enabled", k: v}} for k, v in SWITCH.items()]
     return [{**base, **one} for one in alone]
@@ -190,7 +191,7 @@ def with_tools(base: dict[str, Any]) -> Bodies:
 
 
 def _of(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of an `allowed_tools` no other than the tool it allows."""
+    """Return only the allowed tool for an `allowed_tools` choice, and otherwise both tools."""
     return TOOLS[:1] if choice["type"] == "allowed_tools" else TOOLS[:2]
 
 
@@ -252,12 +253,12 @@ BODIES: dict[str, tuple[type[BaseModel], Bodies]] = {
     ),
     "/infill": (InfillFields, [{"input_prefix": "a", "input_extra": [{"filename": "f", "text": "t"}]}]),
 }  # fmt: skip
-# What is the client's own below these names.
+# Fields whose contents belong to the client.
 OPAQUE = {
     "parameters", "schema", "arguments", "input_schema", "input", "json",
     "input_audio", "audio_url", "video_url", "audio", "annotations", "multimodal_data",
 }  # fmt: skip
-# They say nothing about the answer: ids and marks that a client sends back, what a cache may do.
+# Fields that do not concern the answer: ids and markers that clients send back, and cache hints.
 SAYS_NOTHING = {
     "id", "call_id", "tool_call_id", "tool_use_id", "status", "index", "signature", "data", "type",
     "cache_control", "ttl", "annotations", "logprobs", "display_number", "media_type",
@@ -266,13 +267,13 @@ SAYS_NOTHING = {
     "output_config.format.name", "output_format.name",
     # a file that is sent whole needs no address
     "file_id", "file_url",
-    # edits of a short conversation without calls; the others are in test_context_management.py and
-    # test_anthropic_compaction.py
+    # edits have no effect on a short conversation without calls; the others are tested in
+    # test_context_management.py and test_anthropic_compaction.py
     "keep.value", "trigger.value", "clear_at_least.value", "exclude_tools", "clear_tool_inputs",
     "pause_after_compaction", "instructions",
-    # strict: what can be held is
+    # strict: calls are constrained whenever possible
     "strict",
-    # every level of a summary is the whole reasoning
+    # a summary of every level is the complete reasoning
     "summary", "generate_summary",
     # named as messages.audio, messages.video and messages.thinking
     "input_audio", "audio_url", "video_url", "content.thinking",
@@ -291,7 +292,7 @@ FRESH = re.compile(r'[0-9a-f]{24}|"(created|completed)(_at)?": ?("[^"]*"|\d+)|_d
 
 
 def leaves(body: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Where the values of a body stand that are no object and no list of them."""
+    """Yield the paths of all values in a body that are neither objects nor lists of objects."""
     inside = body.items() if isinstance(body, dict) else enumerate(body)
     for key, value in inside:
         here = (*path, key)
@@ -328,7 +329,7 @@ def _other(value: Any) -> Any:
     return {"other": {"type": "string"}} if isinstance(value, dict) else None
 
 
-# Other values of fields that take a few only.
+# Alternative values for fields that accept only a few.
 OTHER: Mapping[Any, Any] = {
     "effort": "high", "summary": "detailed", "generate_summary": "detailed",
     "display": "summarized", "mode": "required", "role": "system", "syntax": "lark",
@@ -359,7 +360,7 @@ def seen(
     reply = http.post(path, json=body)
     said = reply.text
     if path == "/v1/responses" and "json" in reply.headers["content-type"]:
-        # an echo is no effect
+        # an echo does not count as an effect
         said = json.dumps(
             {k: v for k, v in reply.json().items() if k in ("output", "usage", "error")}
         )
@@ -367,7 +368,7 @@ def seen(
 
 
 def known(shape: Mapping[str, Any], path: str = "", above: tuple[int, ...] = ()) -> Iterator[str]:
-    """The paths that a shape knows, one that holds itself once."""
+    """Yield the paths that a shape knows. A recursive shape is entered once."""
     for name, inner in shape.items():
         here = f"{path}.{name}" if path else name
         if isinstance(inner, Mapping):
@@ -403,7 +404,7 @@ def test_every_value_is_honoured_refused_or_named(
 
 
 _KINDS = ("type", "mode", "syntax")
-# The fields beside it say what a call is; many clients garble the word.
+# The other fields show that the entry is a call, and many clients garble the type.
 _SAID_ELSEWHERE = ("tool_calls.type",)
 
 
@@ -415,7 +416,8 @@ def _at(body: Any, place: tuple[str | int, ...]) -> Any:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_an_unknown_kind_is_refused_with_the_known_or_named(http: httpx.Client, path: str) -> None:
-    """What a part, a tool, a choice, a form, a source says it is, at any depth."""
+    """An unknown kind of a part, tool, choice, format or source is refused or named, at any
+    depth."""
     for body in BODIES[path][1]:
         for place in leaves(body):
             spot, kind = plain(place), _at(body, place)
@@ -426,7 +428,7 @@ def test_an_unknown_kind_is_refused_with_the_known_or_named(http: httpx.Client, 
             reply = http.post(path, json=made)
             named = reply.headers.get("x-localllm-ignored", "").split(",")
             parts = spot.split(".")
-            # as a whole too: tools.zzz, or a tool by its name
+            # or the whole entry is named: tools.zzz, or a tool by its name
             whole = {f"{parts[0]}.{word}" for word in ("zzz", _at(body, place[:-1]).get("name"))}
             if reply.status_code == 200:
                 assert {spot, *whole} & {*named}, spot
@@ -452,14 +454,17 @@ def test_an_unknown_field_is_named_wherever_it_stands(http: httpx.Client, path: 
                 assert http.post(path, json=body).status_code == 400, (spot, reply.text)
                 continue
             where = f"{spot}.zzz" if spot else "zzz"
-            # or all that it stands in
+            # or the whole object that contains the field is named
             parts = where.split(".")
             above = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
             assert above & set(reply.headers["x-localllm-ignored"].split(",")), where
 
 
 def test_the_bodies_have_every_nested_field() -> None:
-    """By its own name: several dialects share their shapes. Samplers have a table of their own."""
+    """The bodies contain every nested field, compared by its last name.
+
+    Several dialects share their shapes. Samplers have a table of their own.
+    """
     tried = {str(place[-1]) for _, bodies in BODIES.values() for b in bodies for place in leaves(b)}
     for kind, _ in BODIES.values():
         nested = {spot.rpartition(".")[2] for spot in known(shape_of(kind)) if "." in spot}

@@ -1,5 +1,7 @@
-"""Fields that change an answer, at a real engine: each is seen in what the model says, by every
-dialect of OpenAI's."""
+"""Fields that change an answer, with a real engine.
+
+Each changes the model's text, in every OpenAI dialect.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class Answer:
 
 
 class Model:
-    """The dialect under test, asked with the fields of one case."""
+    """The model behind one dialect. Each method sends the fields of one case."""
 
     def __init__(self, http: httpx.Client, path: str) -> None:
         self._http, self._path = http, path
@@ -140,7 +142,7 @@ def test_what_ends_an_answer(model: Model) -> None:
         **only, max_tokens=60, repetition_detection={"max_pattern_size": 2, "min_count": 8}
     )
     assert looping.tokens < 30
-    # The end of a turn, and nothing else to say: only without it the answer goes on.
+    # The bias permits only the end of the turn, so the answer continues only without that end.
     end = {"logit_bias": {str(model.token("<|im_end|>")): 100}}
     assert model.answer(**end).tokens <= 1
     assert model.answer(**end, ignore_eos=True).tokens == TOKENS
@@ -164,7 +166,7 @@ def test_a_prompt_is_read_anew_on_request(model: Model) -> None:
 
 
 def test_an_answer_that_ends_inside_a_character_ends_before_it(model: Model) -> None:
-    """Of a sign of four bytes, which this vocabulary has in pieces."""
+    """The character has four bytes, which this vocabulary splits into several tokens."""
     for limit in range(1, 6):
         answer = model.answer(grammar='root ::= "𓀀𓀀𓀀"', max_tokens=limit)
         assert "\ufffd" not in answer.text

@@ -1,5 +1,4 @@
-"""Heavy bodies, from those who have a key: they are read, or refused, and nobody else waits for
-it."""
+"""Heavy bodies of clients with a key are read or refused without blocking other clients."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ from support.until import until
 CHAT = "/v1/chat/completions"
 KEY = {"Authorization": "Bearer s3cret"}
 TYPE = {"content-type": "application/json"}
-# The aim is 0.1 s on a machine that does nothing else; read in one go, these bodies held everybody
-# for 1 to 4 s.
+# The target is 0.1 s on an idle machine. Parsed in one piece, these bodies blocked all clients for
+# 1 to 4 s.
 MOST_S = 0.6
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -74,7 +73,8 @@ HEAVY: dict[str, Callable[[], bytes]] = {
 
 
 def _longest_wait_s(server: Running, during: Callable[[], object]) -> float:
-    """The longest that /health and a small chat took, in turn, while `during` ran."""
+    """Return the longest time of alternating /health and small chat requests while `during`
+    runs."""
     work = threading.Thread(target=during)
     longest_s = 0.0
     with httpx.Client(base_url=server.url, trust_env=False, timeout=60, headers=KEY) as client:
@@ -112,7 +112,7 @@ def test_a_heavy_body_is_refused(server: Running, kind: str) -> None:
 @pytest.mark.parametrize("kind", HEAVY)
 def test_nobody_waits_for_a_heavy_body(server: Running, kind: str) -> None:
     body, said = HEAVY[kind](), []
-    # What else this machine does can take a turn of it: once in three is what the server does.
+    # Other programs can delay one measurement, so one good round of three is enough.
     waits_s = [_longest_wait_s(server, lambda: said.append(_post(server, body)))]
     while min(waits_s) > MOST_S and len(waits_s) < 3:
         waits_s.append(_longest_wait_s(server, lambda: said.append(_post(server, body))))
@@ -140,7 +140,8 @@ def test_nobody_waits_for_ten_packed_ones(server: Running) -> None:
     while min(waits_s) > MOST_S and len(waits_s) < 3:
         waits_s.append(_longest_wait_s(server, ten))
     assert min(waits_s) <= MOST_S
-    # Too much for the template, or told to come again while it finds that out for another.
+    # Too long for the template, or asked to retry while the server finds that out for another
+    # request.
     assert {r.status_code for r in said} <= {400, 503}
 
 
@@ -179,7 +180,7 @@ def test_a_body_counts_as_the_memory_of_its_texts_until_its_prompt_is_made(
 
 @pytest.mark.parametrize("text", ["hi", "\U0001f600"])
 def test_a_long_text_with_a_short_wide_one_takes_no_more_memory(text: str) -> None:
-    """An image in base64 and an emoji, for example."""
+    """Such texts are an image in base64 and an emoji, for example."""
     value = {"image": "A" * 4_000_000, "text": text}
     body = json.dumps(value, ensure_ascii=False).encode()
     tracemalloc.start()
@@ -241,7 +242,7 @@ VALUES = st.recursive(
 
 
 def _read(body: bytes) -> Any:
-    """What a route reads of `body`, or the words of its refusal."""
+    """Return what a route reads from `body`, or the message of its refusal."""
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
@@ -263,7 +264,7 @@ def test_a_large_body_means_what_a_small_one_means(
     value: dict[str, Any], plain: bool, data: st.DataObject
 ) -> None:
     text = json.dumps(value, ensure_ascii=not plain)
-    if data.draw(st.booleans()):  # broken somewhere
+    if data.draw(st.booleans()):  # break the JSON somewhere
         cut = data.draw(st.integers(0, len(text)))
         text = (
             text[:cut]
@@ -276,7 +277,7 @@ def test_a_large_body_means_what_a_small_one_means(
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
 def test_a_conversation_longer_than_every_context_is_refused_before_its_template(role: str) -> None:
-    """This template would refuse each conversation."""
+    """The conversation is refused before the template runs, which would refuse any conversation."""
     engine = ScriptedEngine(chat_template="{{ raise_exception('it was asked') }}")
     text = "word " * 1_700_000
     body = {"messages": [{"role": role, "content": text}, *HI["messages"]]}
@@ -288,7 +289,7 @@ def test_a_conversation_longer_than_every_context_is_refused_before_its_template
 
 
 class Counting(ScriptedEngine):
-    """Counts the characters that it is sent."""
+    """An engine that counts the characters it receives."""
 
     sent_chars = 0
 
@@ -298,7 +299,7 @@ class Counting(ScriptedEngine):
 
 
 def test_the_beginning_of_a_text_shows_that_it_is_far_too_long() -> None:
-    """Neither the template nor the worker gets it all."""
+    """Neither the template nor the worker receives the whole text."""
     engine = Counting(n_ctx=256, chat_template="{{ raise_exception('it was asked') }}")
     sent = {"messages": [{"role": "user", "content": "word " * 20_000}]}
     with running_server({"tiny": engine}, api_key="s3cret") as server:
@@ -349,7 +350,11 @@ def test_bodies_that_come_have_a_common_bound_and_small_ones_are_not_kept_out() 
     ):
 
         def is_refused_beside_another_half() -> bool:
-            """A whole one that overtakes the second half has that refused: there is one more."""
+            """Return whether a complete body is refused while another is half sent.
+
+            The complete body may overtake the second half, which is then refused. Therefore
+            there is one more.
+            """
             with suppress(OSError):
                 s = stack.enter_context(
                     socket.create_connection(("127.0.0.1", server.port), timeout=10)
@@ -370,7 +375,7 @@ def test_bodies_that_come_have_a_common_bound_and_small_ones_are_not_kept_out() 
 
 
 def _memory(value: Any) -> int:
-    """The bytes of all texts in `value`, without those of the objects."""
+    """Return the bytes of all texts in `value`, without those of the objects."""
     if isinstance(value, dict):
         return sum(_memory(inner) for pair in value.items() for inner in pair)
     if isinstance(value, list):

@@ -1,6 +1,8 @@
-"""Nothing that a request holds takes the machine: for each generator, the worker and its children
-stay near their rest, they are idle soon after the answer, and everybody else is served
-meanwhile."""
+"""No content of a request can exhaust the machine.
+
+For each generator, the memory of the worker and its children stays near the idle level. They
+become idle soon after the answer, and other clients are served meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,12 @@ if sys.platform != "linux":
     pytest.skip("the measure is Linux's", allow_module_level=True)
 
 MOST_BYTES = 256 * 2**20
-# Processor time after the answer until they rest, and how long nothing may happen then.
+# Processor time allowed after the answer, and the length of an idle period (seconds).
 MOST_AFTER_S, REST_S = 1.0, 0.3
 
 
 class Watched:
-    """This process, in which the server runs, and all that it started: what they hold and
-    compute."""
+    """Memory and processor time of this process, which runs the server, and of its children."""
 
     def __init__(self) -> None:
         self._own = psutil.Process()
@@ -46,22 +47,22 @@ class Watched:
         return self._own.children(recursive=True)
 
     def begin(self) -> None:
-        """What they hold now is their rest."""
+        """Take the current memory as the idle level."""
         self.most_bytes = 0
         for process in [self._own, *self.processes()]:
-            Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # forget the peak
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # reset the peak
         self._rest_bytes = {
             process.pid: process.memory_info().rss for process in [self._own, *self.processes()]
         }
 
     def look(self) -> None:
-        """Take in what each has held above its rest; a new one rests at nothing."""
+        """Update the largest rise above the idle level. A new process starts from 0."""
         for process in [self._own, *self.processes()]:
             above_bytes = _peak_bytes(process.pid) - self._rest_bytes.get(process.pid, 0)
             self.most_bytes = max(self.most_bytes, above_bytes)
 
     def computed_s(self) -> float:
-        """Processor time of what was started, so far."""
+        """Return the processor time of all children so far."""
         spent_s = 0.0
         for process in self.processes():
             try:
@@ -71,7 +72,7 @@ class Watched:
         return spent_s
 
     def resting(self) -> Callable[[], bool]:
-        """Whether nothing was computed for a while."""
+        """Return a function that reports whether the children were idle for REST_S."""
         last_s, spent_s = time.monotonic(), self.computed_s()
 
         def rests() -> bool:

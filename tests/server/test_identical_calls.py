@@ -1,5 +1,7 @@
-"""A model that makes the same call again and again: named in a header and a comment, and ended where
-the client asks for it."""
+"""A model that repeats the same call.
+
+The repetition is named in a header and a comment. The answer ends if the client asks for it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def call(call_id: str, deck: int = 3, name: str = "look", spaced: bool = False) 
 
 
 def rounds(*made: list[tuple[dict[str, Any], str]]) -> list[dict[str, Any]]:
-    """A question, and rounds of calls with their results."""
+    """Return a question, and rounds of calls with their results."""
     messages: list[dict[str, Any]] = [QUESTION]
     for one in made:
         messages.append({"role": "assistant", "content": None, "tool_calls": [c for c, _ in one]})
@@ -57,7 +59,7 @@ CASES: list[tuple[list[dict[str, Any]], int]] = [
     (rounds([(call(f"c{i}"), "dry") for i in range(4)]), 0),  # one round of parallel calls
     ([*same(3), {"role": "assistant", "content": "It is dry."}], 0),
     ([*same(3), {"role": "assistant", "content": "Dry."}, QUESTION], 0),
-    # Beside another call, and across turns.
+    # Repeated calls count together with another call, and across turns.
     (rounds(*([(call(f"c{i}"), "dry"), (call(f"d{i}", i + 9), "wet")] for i in range(3))), 3),
     ([*same(2), {"role": "assistant", "content": "Dry."}, *same(1)], 3),
     ([QUESTION], 0),
@@ -86,7 +88,7 @@ def http(engine: ScriptedEngine) -> Iterator[httpx.Client]:
 
 
 def body(path: str, n: int, **more: Any) -> dict[str, Any]:
-    """The same conversation with `n` equal calls, in each dialect."""
+    """Return the same conversation with `n` equal calls, in the dialect of `path`."""
     if path == RESPONSES:
         items: list[dict[str, Any]] = [QUESTION]
         for i in range(n):

@@ -1,4 +1,7 @@
-"""An idle model gives its memory back; one in use never does; the next request finds it again."""
+"""An idle model releases its memory; a model in use never does.
+
+The next request loads the model again.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from support.scripted_backend import ScriptedBackend
 
 
 class Engine:
-    """Only its facts are asked for here."""
+    """An engine of which these tests read only the facts."""
 
     info = ScriptedBackend().info
 

@@ -1,5 +1,7 @@
-"""Every route that reads a body names in x-localllm-ignored what of it has no effect, also where
-nothing is generated."""
+"""Every route that reads a body names its fields without effect in x-localllm-ignored.
+
+This includes routes that generate no text.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,10 @@ def test_the_tokens_of_a_response_name_the_tools_that_are_left_out(http: httpx.C
 
 
 def test_a_template_is_applied_to_all_that_a_chat_would_be(http: httpx.Client) -> None:
-    """Tools were dropped in silence: the prompt was not the one that the same body gets at
-    /v1/chat/completions."""
+    """/apply-template renders the same prompt as /v1/chat/completions, including tools.
+
+    Earlier it dropped the tools without a note.
+    """
 
     def prompt(**more: Any) -> str:
         reply = http.post("/apply-template", json={"messages": HI, **more})

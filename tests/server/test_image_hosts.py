@@ -1,5 +1,4 @@
-"""Images at addresses: fetched from hosts that were named and from nobody else, whatever door the
-address comes in by."""
+"""Images at addresses are fetched only from hosts that the user named, in every form of request."""
 
 from __future__ import annotations
 
@@ -32,8 +31,10 @@ CHAT, RESP, ANTH = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
 @dataclass
 class Web:
-    """A host of images on loopback, only over https: `asked` lists the paths. `long` lets go whoever
-    waits at /slow."""
+    """A host of images on loopback, reachable only over https.
+
+    `asked` lists the paths. Setting `long` releases the requests that wait at /slow.
+    """
 
     port: int
     certificate: Path
@@ -78,11 +79,11 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
             self.end_headers()
             try:
                 self.wfile.write(bytes(MAX_BYTES + 1) if self.path == "/large" else FILE)
-            except OSError:  # whoever asked has left
+            except OSError:  # the client has left
                 pass
 
         def log_message(self, *_: Any) -> None:
-            """Nothing on stderr."""
+            """Write no log to stderr."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
@@ -103,7 +104,7 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
 
 @pytest.fixture(autouse=True)
 def trusted(web: Web, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The host's certificate is one of those that are trusted here."""
+    """Trust the host's certificate, and clear its list of paths."""
     monkeypatch.setenv("SSL_CERT_FILE", str(web.certificate))
     trusted_certificates.cache_clear()
     web.asked.clear()
@@ -144,7 +145,7 @@ def chat(url: str) -> dict[str, Any]:
 
 
 def doors(url: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Every way to name an address of an image."""
+    """Return a request for every form in which an image's address can be sent."""
     item = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]}
     block = {"type": "image", "source": {"type": "url", "url": url}}
     ollama = {"messages": [{"role": "user", "content": "x", "images": [url]}], "stream": False}
@@ -180,8 +181,7 @@ def test_any_other_host_is_refused_with_the_reason(
     door: str, http: httpx.Client, closed: httpx.Client, web: Web, engine: ScriptedEngine
 ) -> None:
     asked = len(engine.requests)
-    # The same host under a name, on a port or by a scheme that nobody allowed, and a user's name in
-    # front of another.
+    # The same host under a name, port or scheme that is not allowed, and with user information.
     others = (
         web.url("/a.jpg", "127.0.0.1"), "https://localhost/a.jpg", web.url("/a.jpg", "x@localhost"),
         web.url("/a.jpg", "localhost.example"), f"https://localhost:{web.port}@127.0.0.1/",
@@ -285,7 +285,10 @@ def test_the_way_is_https_and_its_certificate_counts(
 def test_a_name_that_leads_inside_is_refused(
     http: httpx.Client, web: Web, monkeypatch: pytest.MonkeyPatch, address: str, kind: str
 ) -> None:
-    """Also where one of its addresses is outside: the connection could be to either."""
+    """A name is refused if any of its addresses is internal.
+
+    The connection could go to any of them.
+    """
     real = socket.getaddrinfo
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
 

@@ -1,5 +1,7 @@
-"""Images over HTTP, in every dialect and with their own clients, through a real worker and a tiny
-model that sees."""
+"""Images over HTTP in every dialect, with the dialects' own clients.
+
+The server uses a real worker and a tiny vision model.
+"""
 
 from __future__ import annotations
 
@@ -163,8 +165,10 @@ def test_every_format_is_read(http: httpx.Client, kind: str) -> None:
 
 
 def test_a_jpeg_in_plain_base64_is_no_path_though_it_begins_like_one(http: httpx.Client) -> None:
-    """`/9j/` is how every JPEG begins: Anthropic's and Ollama's clients send it without a
-    scheme."""
+    """Every JPEG in base64 begins with `/9j/`, which is not a path.
+
+    Anthropic's and Ollama's clients send it without a scheme.
+    """
     file = FORMS["JPEG"]
     assert file.startswith("/9j/")
     block = {

@@ -1,5 +1,8 @@
-"""Keys are people: what one has stored, cached or runs can't be had, seen or ended with another's
-key."""
+"""Isolation of keys: each key stands for one person.
+
+One key gives no access to what another has stored, cached or running: it cannot read, detect or
+cancel it.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ KEYED: dict[str, Any] = {"keys": tuple(key(name) for name in NAMES), "api_key": 
 
 @contextmanager
 def as_(url: str, name: str) -> Iterator[httpx.Client]:
-    """A client with that person's key; "": the owner's."""
+    """Yield a client with that person's key, or with the owner's key for ""."""
     sent = {"authorization": f"Bearer {secret_of(name) if name else OWNER}"}
     with httpx.Client(base_url=url, trust_env=False, headers=sent, timeout=60) as http:
         yield http
@@ -65,7 +68,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def front(server: Running) -> Iterator[str]:
-    """A pool's front that hands on to a server which knows only the front's key."""
+    """Yield the URL of a pool's front, whose server knows only the front's key."""
     with (
         running_server(
             [ServedModel("tiny", ScriptedEngine())], api_key="the-fronts-own-key"
@@ -81,7 +84,8 @@ def url(request: pytest.FixtureRequest, server: Running, front: str) -> str:
 
 
 def objects(url: str, name: str) -> dict[str, str]:
-    """One of each kind that `name` has stored, by what paths call it."""
+    """Store one object of each kind for `name`, and return the ids by the paths' parameter
+    names."""
     with as_(url, name) as http:
         answer = http.post("/v1/responses", json={"model": "tiny", "input": "a secret"}).json()
     output = answer["output"][0]["id"]
@@ -90,7 +94,10 @@ def objects(url: str, name: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("other", ["bob", "", "root", "carl"])
 def test_no_route_knows_what_another_key_has_stored(url: str, server: Running, other: str) -> None:
-    """Over the document, so that a route that comes is in the table."""
+    """No route returns an object that another key has stored.
+
+    The routes come from the OpenAPI document, so new routes are included.
+    """
     theirs = objects(url, "anna")
     with as_(server.url, "anna") as http:
         document = http.get("/openapi.json").json()
@@ -118,7 +125,7 @@ def test_no_route_knows_what_another_key_has_stored(url: str, server: Running, o
             == 400
         )
     assert asked >= 4
-    with as_(url, "anna") as http:  # nothing of it is gone or changed
+    with as_(url, "anna") as http:  # the objects are still there, unchanged
         assert (
             http.get(f"/v1/responses/{theirs['response_id']}").json()["id"] == theirs["response_id"]
         )
@@ -143,7 +150,7 @@ def test_models_are_managed_by_admins_alone(
         with as_(url, name) as http:
             answers[name] = http.request(method, path, json=body).status_code
     assert answers["anna"] == answers["carl"] == 403
-    # Nothing may be fetched or removed at this server at all.
+    # This server allows no pulling and no deleting at all.
     assert answers["root"] == answers[""] == (400 if path in ("/api/pull", "/api/delete") else 200)
 
 
@@ -176,7 +183,7 @@ def test_counters_of_all_are_for_admins(server: Running) -> None:
 
 
 def test_nobody_speaks_for_another(server: Running) -> None:
-    """The header by which a front says whose a request is needs an admin's key."""
+    """The header by which a front names the user of a request requires an admin's key."""
     forged = {"x-localllm-for": f"{'0' * 32} - 1"}
     with as_(server.url, "anna") as http:
         assert http.get("/v1/models", headers=forged).status_code == 403
@@ -186,7 +193,7 @@ def test_nobody_speaks_for_another(server: Running) -> None:
 
 
 def test_reasoning_is_put_back_for_who_has_it() -> None:
-    """What a model thought for one key is no part of another's prompt."""
+    """One key's reasoning is never part of another key's prompt."""
     template = (
         "{% for m in messages %}{{ m.role }}:{% if m.reasoning_content %}<think>{{ "
         "m.reasoning_content }}</think>"
@@ -220,8 +227,10 @@ def real(few_layers: Path) -> Iterator[Running]:
 
 
 def usage(url: str, name: str, rules: str, **more: Any) -> dict[str, Any]:
-    """What a prompt that begins with `rules` (over a hundred tokens) found cached for `name`, and
-    what the header says."""
+    """Return the cached tokens and the cache header of a prompt that `name` sends.
+
+    The prompt begins with `rules`, more than 100 tokens.
+    """
     messages = [{"role": "system", "content": rules}, {"role": "user", "content": "Who?"}]
     with as_(url, name) as http:
         body = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 2, **more}
@@ -247,12 +256,12 @@ def test_a_guessed_prefix_looks_like_a_fresh_one(real: Running) -> None:
     own = usage(real.url, "anna", rules("Her PIN is 31415926. Anna"))
     assert own["cached"] > 80
     for name in ("bob", "", "carl", "root"):
-        usage(real.url, name, rules("Something else"))  # what every prompt of theirs begins with
+        usage(real.url, name, rules("Something else"))  # their common beginning
         right, wrong = (
             usage(real.url, name, rules(f"Her PIN is {pin}. Anna"))
             for pin in ("31415926", "27182818")
         )
-        # The second guess finds the first one's beginning, which is their own.
+        # The second guess matches the beginning of the first one, which belongs to the same key.
         fresh = usage(real.url, name, rules("His PIN is 31415926. Anna"))
         assert right == fresh, name
         assert right["cached"] < wrong["cached"] < 40, name
@@ -290,14 +299,14 @@ def test_slots_tell_only_of_ones_own(real: Running) -> None:
     "shape", [{}, {"states": True, "rewind": "none"}, {"segments": False, "rewind": "none"}]
 )
 def test_no_tier_and_no_neighbour_is_shared(shape: dict[str, Any], tmp_path: Path) -> None:
-    """Each of memory, disk, context, running neighbours and restarts: by counts, in the engine
-    itself."""
+    """KV is not shared between keys in memory, on disk, in the context, between running requests or
+    after a restart. The test counts cached tokens in the engine itself."""
     prompt = "x" * 40 + "y" * 200
 
     def cached(engine: Engine, salt: str) -> int:
         return run(engine, request_for("a", prompt, 4, salt=salt)).finish("a").usage.cached_tokens
 
-    for _ in range(2):  # the second time by what the disk has
+    for _ in range(2):  # the second pass reads from the disk
         engine = Engine(
             ScriptedBackend(n_ctx=2000, **shape), EngineSettings(disk_dir=str(tmp_path))
         )
@@ -338,7 +347,7 @@ def test_groups_and_admins_are_configured() -> None:
 
 
 class Counting(ScriptedEngine):
-    """Remembers which texts were tokenised."""
+    """An engine that records the texts it tokenises."""
 
     def __init__(self) -> None:
         super().__init__(n_ctx=256)
@@ -350,7 +359,8 @@ class Counting(ScriptedEngine):
 
 
 def test_how_long_a_message_is_counted_tells_nothing_of_anothers() -> None:
-    """Its tokens are counted anew for each key, although the server has counted them before."""
+    """Tokens are counted again for each key, even if the server has already counted them for
+    another."""
     engine = Counting()
     turns = [{"role": r, "content": f"{r} said this " * 3} for r in ("user", "assistant")] * 3
     body = {"messages": [*turns, {"role": "user", "content": "now"}], "truncation": "auto"}

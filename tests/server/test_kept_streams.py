@@ -1,5 +1,8 @@
-"""A stream begun with an Idempotency-Key outlives its client: it is joined again where it broke
-off, for a while, by its own key alone; any other ends with its client, as before."""
+"""A stream with an Idempotency-Key survives the loss of its client.
+
+For a limited time, the same API key can resume it at the point of interruption. Any other stream
+ends when its client leaves.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ KEYED = {"Idempotency-Key": "one"}
 
 
 class Halfway:
-    """An engine that says half, waits for the test, and says the rest."""
+    """An engine that writes half of an answer, waits for the test, and writes the rest."""
 
     def __init__(self) -> None:
         self.gate = Gate()
@@ -50,7 +53,7 @@ def http(half: Halfway) -> Iterator[httpx.Client]:
 
 
 def events(lines: Iterator[str], most: int | None = None) -> list[tuple[int, str]]:
-    """(id, data) of the events of a stream, `most` at most."""
+    """Return up to `most` events of a stream as (id, data)."""
     found: list[tuple[int, str]] = []
     number = -1
     for line in lines:
@@ -64,8 +67,10 @@ def events(lines: Iterator[str], most: int | None = None) -> list[tuple[int, str
 
 
 def first(http: httpx.Client, path: str, most: int, **headers: str) -> list[tuple[int, str]]:
-    """The first events of a stream, which is then left. A key that may have one request waits for
-    its last one's end."""
+    """Return the first events of a stream, and leave it.
+
+    A key with a limit of one request retries until its last request has ended.
+    """
     while True:
         with http.stream("POST", path, json=BODIES[path], headers={**KEYED, **headers}) as r:
             if r.status_code != 429:
@@ -89,7 +94,7 @@ def test_a_client_that_comes_back_gets_every_event_once(
     half.gate.open()
     behind = rest(http, path, **{"Last-Event-ID": "2"})
     assert [number for number, _ in behind] == list(range(3, 3 + len(behind)))
-    # Once more, from the beginning: the same stream, nothing is generated twice.
+    # The same stream again from the beginning: no text is generated twice.
     assert rest(http, path) == before + behind
     assert len(half.engine.requests) == 1
     assert half.engine.cancelled == []
@@ -134,7 +139,7 @@ def test_a_response_is_joined_by_its_id(half: Halfway, http: httpx.Client) -> No
             http.get(f"{RESPONSES}/{made}", params={"stream": "true", **wrong}).status_code
             == status
         )
-    # One that was not asked to be kept has no stream to join.
+    # A request without an Idempotency-Key has no stream to resume.
     whole = http.post(RESPONSES, json={"input": "Hi"}).json()
     missing = http.get(f"{RESPONSES}/{whole['id']}", params={"stream": "true"})
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "stream_gone")
@@ -196,10 +201,10 @@ def test_streams_are_their_keys_own_and_as_many_run_on_as_it_may_have_requests()
         made = json.loads(first(http, RESPONSES, 1, **anna)[0][1])["response"]["id"]
         there = f"{RESPONSES}/{made}?stream=true"
         until(lambda: http.get(there, headers=bert).status_code == 404)
-        # Of the same name, but another's: a stream of its own.
+        # The same Idempotency-Key of another API key starts a stream of its own.
         first(http, RESPONSES, 1, **bert)
         assert len(half.engine.requests) == 2
-        # A second one that runs on takes the first one's place.
+        # A second running stream of a key replaces its first one.
         until(lambda: half.engine.running == 2)
         other = {"Idempotency-Key": "two", **anna}
         first(http, RESPONSES, 1, **other)
@@ -213,7 +218,7 @@ def test_streams_are_their_keys_own_and_as_many_run_on_as_it_may_have_requests()
 
 @contextmanager
 def two_keys(engine: ScriptedEngine) -> Iterator[tuple[httpx.Client, dict[str, Any]]]:
-    """A server with two named keys, and the headers of each."""
+    """Yield a client of a server with two named keys, and the headers of each key."""
     secrets = {name: f"secret-of-{name}-0123456789" for name in ("anna", "bert")}
     keys = tuple(NamedKey(n, digest_of(s.encode())) for n, s in secrets.items())
     with (
@@ -252,7 +257,7 @@ def test_few_streams_run_on_without_a_reader(half: Halfway, http: httpx.Client) 
     for i in range(12):
         first(http, CHAT, 1, **{"Idempotency-Key": f"left {i}"})
     until(lambda: len(half.engine.cancelled) == 8)
-    # Streams with readers do not count. An iterator that is deleted closes its connection.
+    # Streams with readers do not count. Deleting an iterator closes its connection.
     readers = []
     with ExitStack() as read:
         for i in range(8):
@@ -265,7 +270,7 @@ def test_few_streams_run_on_without_a_reader(half: Halfway, http: httpx.Client) 
 
 
 def test_what_is_kept_is_bounded() -> None:
-    # JSON writes this character as six.
+    # JSON writes this character with six characters.
     long = ScriptedEngine(lambda _: ["\x01" * 350] * 1500 + ["end"], n_ctx=2**23)
     with (
         running_server({"m": long}) as server,
@@ -277,7 +282,7 @@ def test_what_is_kept_is_bounded() -> None:
         assert (again.status_code, again.json()["error"]["code"]) == (404, "stream_gone")
         behind = rest(http, CHAT, **{"Last-Event-ID": str(sent[-5][0])})
         assert behind == sent[-4:]
-        # More than are kept: the ones that were left the longest ago go.
+        # More streams than the server keeps: those that were left first are dropped.
         quick = {"messages": SAID, "stream": True, "max_tokens": 1}
         for i in range(40):
             http.post(CHAT, json=quick, headers={"Idempotency-Key": f"k{i}"})

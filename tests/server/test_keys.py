@@ -1,5 +1,7 @@
-"""Keys with names: who is let in, what each may, what each has used; and nothing of what was
-said."""
+"""Named keys: authentication, permissions and usage counts.
+
+No text of requests or answers is recorded.
+"""
 
 from __future__ import annotations
 
@@ -109,8 +111,10 @@ def test_parallel_and_per_minute(server: Running, engine: ScriptedEngine) -> Non
 def test_the_end_of_an_answer_makes_room_for_the_next_request(
     server: Running, more: dict[str, Any], headers: dict[str, str]
 ) -> None:
-    """The client asks again inside the call that gives it the last bytes: no later moment of the
-    server's may be needed."""
+    """The client sends its next request inside the call that receives the last bytes.
+
+    The server must have released the key's slot by then.
+    """
     statuses: list[int] = []
 
     async def ask() -> None:

@@ -1,4 +1,7 @@
-"""Prefill there, decode here, with two real servers: the same text, and no answer lost by a fault."""
+"""Prefill on one real server, decode on another.
+
+The text is the same as without the transfer, and no fault loses an answer.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,14 @@ MAC = "mac-mac-mac-mac-mac"
 PHONE = "phone-phone-phone-phone"
 ANNA = "anna-anna-anna-anna"
 N_CTX = 4096
-# Tokens of every step of a long prompt. The learnt speed would decide otherwise, and steps of another
-# shape round KV in other ways.
+# Tokens in every step of a long prompt. It is fixed, because the learnt speed would change the
+# steps' shapes, and other shapes round KV differently.
 STEP_TOKENS = 64
-# Difference of two log-probabilities that rounding may reverse. Step sizes changed them by 0.06.
+# Largest difference of two log-probabilities that rounding may reverse. Other step sizes changed
+# them by 0.06.
 TIE = 0.1
-# seconds. No block is late on a busy machine, but one that never comes (SHORT) soon is.
+# Seconds. With the long one, no block is late on a busy machine. With the short one, a block that
+# never comes is soon given up.
 PATIENCE_S = 60.0
 SHORT_PATIENCE_S = 5.0
 KEYS = (
@@ -49,7 +54,7 @@ KEYS = (
 
 
 def words(seed: int, n: int = 700) -> list[int]:
-    """A prompt of `n` tokens that no other seed begins with."""
+    """Return a prompt of `n` tokens that no other seed begins with."""
     return [1000 + (seed * 7919 + i * 31) % 20_000 for i in range(n)]
 
 
@@ -60,7 +65,7 @@ def worker(path: Path, *adapters: LoraAdapter, **engine: Any) -> Supervisor:
 
 @contextmanager
 def loaded_server(supervisor: Supervisor, **settings: Any) -> Iterator[Running]:
-    """A server that has loaded its model."""
+    """Yield a server that has loaded its model."""
     with running_server({"few": supervisor}, preload=True, **settings) as running:
         url = running.url + "/health"
         until(lambda: httpx.get(url, trust_env=False, timeout=60).status_code == 200)
@@ -76,7 +81,7 @@ def asking(
     adapters: Sequence[LoraAdapter] = (),
     patience_s: float = PATIENCE_S,
 ) -> Iterator[Running]:
-    """A server that has prompts read by those at `urls`."""
+    """Yield a server that sends its prefill to the servers at `urls`."""
     engine = {
         "prefill_from": list(urls),
         "prefill_key": key,
@@ -145,7 +150,7 @@ def healthy(relay: Relay) -> Iterator[Relay]:
 
 
 def probed(relay: Relay) -> None:
-    """Wait until the link was measured through `relay`, which had passed no bytes before."""
+    """Wait until the link is measured through `relay`, which has passed no bytes before."""
     until(lambda: relay.passed_bytes > 2**20)
 
 
@@ -161,7 +166,7 @@ def here(few_layers: Path, relay: Relay) -> Iterator[Running]:
 def test_prompts_are_read_there_and_the_text_is_the_same(
     here: Running, alone: Running, sender: Running
 ) -> None:
-    # Twenty fills of the last block, after 5 to 9 whole ones, and a prompt of 36 blocks.
+    # Twenty lengths of a partial last block after 5 to 9 full ones, and a prompt of 36 blocks.
     fills = [(500 + 97 * seed) % BLOCK_TOKENS for seed in range(20)]
     lengths = [(5 + seed % 5) * BLOCK_TOKENS + fill for seed, fill in enumerate(fills)]
     lengths.append(2343)
@@ -286,7 +291,7 @@ def test_the_engine_of_the_other_server_dies_or_stops(
         with ThreadPoolExecutor(1) as pool:
             probed(relay)
             relay.arm("hold", 700_000, times=1)
-            # 8 MB of KV, more than socket buffers and queues hold.
+            # 8 MB of KV, more than the socket buffers and queues hold.
             prompt = words(400 + kill, 3500)
             answer = pool.submit(ask, here, prompt)
             assert relay.held.wait(60)
@@ -340,7 +345,7 @@ def test_a_server_that_is_off_at_start_is_used_later(
         assert len([r for r in caplog.records if "without the KV" in r.getMessage()]) == 1
 
 
-# --- who may ask ----------------------------------------------------------------------------------
+# --- access ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -439,14 +444,14 @@ def test_a_reader_that_leaves_ends_the_request(sender: Running, identity: dict[s
 
 
 def requests_at(server: Running) -> int:
-    """The number of requests that hold the model."""
+    """Return the number of requests that use the model."""
     (model,) = server.app.state.server.models.list()
     n: int = model.worker.in_use
     return n
 
 
 def reader_of(server: Running, prompt: list[int], identity: dict[str, str]) -> socket.socket:
-    """A client that has asked for KV, and has not read the answer yet."""
+    """Return the socket of a client that has requested KV and has not read the answer."""
     body = json.dumps({"tokens": prompt, "identity": identity}).encode()
     head = f"POST /v1/kv HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {MAC}\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -466,7 +471,7 @@ def test_a_reader_that_takes_nothing_ends_the_request(
     ):
         assert reader.recv(12) == b"HTTP/1.1 200"
         until(lambda: requests_at(server) == 0)
-        # The connection is closed after what the system's buffers hold.
+        # The server closes the connection after the data in the system's buffers.
         while reader.recv(2**20):
             pass
 

@@ -1,5 +1,8 @@
-"""Random faults of a transfer: every answer is complete and the same as without the other server, and
-at most one block that had arrived is computed again."""
+"""Random faults during a transfer.
+
+Every answer is complete and the same as without the other server. At most one block that had
+arrived is computed again.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ from support.until import until
 
 KEYS = (NamedKey("mac", digest_of(MAC.encode()), kv=True),)
 TOKENS = 1200
-# Difference of two log-probabilities that rounding may reverse. The median of the best two is 0.17.
+# Largest difference of two log-probabilities that rounding may reverse. The median difference of
+# the two best tokens is 0.17.
 TIE = 0.02
 
 
@@ -43,7 +47,7 @@ def prompt(seed: int) -> list[int]:
 
 
 def read_there(here: Running, draw: random.Random) -> bool:
-    """Is the other server used for a new prompt?"""
+    """Return whether the other server is used for a new prompt."""
     return "read by" in ask(here, prompt(draw.getrandbits(60))).headers["x-localllm-cache"]
 
 
@@ -86,7 +90,7 @@ def check(n_faults: int, path: Path) -> dict[str, float]:
                 until(partial(passed, relay, before + after_bytes // 2, answer))
                 arrived_bytes = relay.passed_bytes - before
                 os.kill(pid, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-            # A request that is cut and asked again shares steps with its first attempt.
+            # A request that is cut and sent again shares steps with its first attempt.
             assert same(answer.result(), ask(alone, asked, logprobs=3), TIE), fault
             fetched = metric(here, "kv_fetched_tokens_total") - fetched
             arrived_blocks = arrived_bytes // block_bytes

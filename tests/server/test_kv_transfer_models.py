@@ -1,5 +1,7 @@
-"""KV of every kind of memory is transferred: windows, recurrent states, M-RoPE, MLX. Never between
-engines. Prompts with images stay here."""
+"""KV of every kind of memory is transferred: windows, recurrent states, M-RoPE, MLX.
+
+KV is never transferred between different engines. Prompts with images are prefilled locally.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def prompt(seed: int, n: int = 600) -> list[int]:
 
 
 def write_m_rope(path: Path) -> Path:
-    """A model whose positions have three dimensions."""
+    """Write a model whose positions have three dimensions."""
     return write_vision(path.parent, "qwen2vl").text
 
 
@@ -76,7 +78,10 @@ def test_every_kind_of_memory_is_transferred(write: Callable[[Path], Path], tmp_
 
 
 def test_an_8_bit_cache_takes_about_half_the_link(few_layers: Path) -> None:
-    """The wire carries the KV as both servers keep it, so a transfer adds no further error."""
+    """An 8-bit KV cache takes about half the bytes of a 16-bit one.
+
+    Both servers keep the KV as it is sent, so a transfer adds no error.
+    """
     spec = LoadSpec(str(few_layers), n_ctx=2048, n_seq_max=4)
     sent_bytes = {}
     for kv_type in ("f16", "q8_0"):
@@ -94,12 +99,15 @@ def test_an_8_bit_cache_takes_about_half_the_link(few_layers: Path) -> None:
                 assert "599 tokens were read by" in answer.headers["x-localllm-cache"]
                 assert text(answer) == text(ask(sender, prompt(1)))
                 sent_bytes[kv_type] = metric(here, "kv_fetched_bytes_total")
-    # 34 bytes for 32 values, and positions.
+    # 34 bytes for 32 values, plus positions.
     assert 0.52 < sent_bytes["q8_0"] / sent_bytes["f16"] < 0.56
 
 
 def test_kv_is_computed_by_the_adapters_of_the_request_or_not_transferred(tmp_path: Path) -> None:
-    """The other server has one of two adapters, under another number."""
+    """KV is transferred only if it was computed with the request's adapters.
+
+    The other server has one of the two adapters, at another index.
+    """
     path = tiny_gguf.write_llama(tmp_path / "model.gguf")
     loaded = [
         LoraAdapter(str(tiny_lora.write(tmp_path / f"{i}.gguf", path, seed=i)), 0.0)
@@ -143,7 +151,11 @@ def mlx_that_sees(folder: Path) -> tuple[Path, Path]:
 def test_a_prompt_with_an_image_stays_here_and_one_of_text_is_transferred(
     write: Callable[[Path], tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    """The other server has no pixels. Positions of these models have three dimensions (M-RoPE)."""
+    """A prompt with an image is prefilled locally; a prompt of text is transferred.
+
+    The other server does not have the pixels. Positions of these models have three dimensions
+    (M-RoPE).
+    """
     text_model, projector = write(tmp_path)
     spec = LoadSpec(
         str(text_model),

@@ -1,5 +1,8 @@
-"""`tool_choice: auto` on a real model: a call it begins is held to its schema, an answer in a
-schema or a call, and reasoning tokens are counted."""
+"""`tool_choice: auto` on a real model.
+
+A call that the model begins is constrained to its schema. An answer with a schema may be that
+schema or a call. Reasoning tokens are counted.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,10 @@ def http(smollm2: Path) -> Iterator[httpx.Client]:
 
 
 def shots() -> list[dict[str, Any]]:
-    """A conversation in which every request was answered by a call, with values the schema would
-    refuse."""
+    """Return a conversation in which every request is answered by a call.
+
+    The values of these calls violate the schema.
+    """
     said: list[dict[str, Any]] = []
     for room, percent in (("kitchen", 90), ("bedroom", 50), ("garage", 70)):
         call = {"name": "set_lamp", "arguments": json.dumps({"room": room, "percent": percent})}

@@ -1,4 +1,4 @@
-"""Members and paths of llama.cpp's own API, which editors and pi's provider depend on."""
+"""Paths and fields of llama.cpp's own API that editors and pi's provider depend on."""
 
 from __future__ import annotations
 

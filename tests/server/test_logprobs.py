@@ -1,5 +1,7 @@
-"""Log-probabilities are those of the answer's tokens, whatever stands before, between and behind
-it."""
+"""Log-probabilities belong to the answer's tokens only.
+
+They do not depend on the text before, between and after.
+"""
 
 from __future__ import annotations
 
@@ -169,8 +171,8 @@ _PROMPT = "😊 日本 naïve 👩\u200d👩 x"
 def test_bytes_are_the_tokens_own_and_offsets_point_into_the_text(
     http: httpx.Client, seed: int
 ) -> None:
-    # Hot and banned from ending: halves of characters, control tokens and odd bytes are among what
-    # is written.
+    # At a high temperature, without an end of turn, the model writes parts of characters, control
+    # tokens and odd bytes.
     body = {
         "prompt": _PROMPT,
         "temperature": 4.0,
@@ -215,7 +217,7 @@ def test_tokens_of_a_stop_that_is_left_out_have_none(http: httpx.Client) -> None
         choice = http.post("/v1/completions", json={**body, "stop": [stop]}).json()["choices"][0]
         assert choice["text"] == free[: free.index(stop)]
         spelled = "".join(choice["logprobs"]["tokens"]) if choice["logprobs"] else ""
-        # The last one may hold the beginning of the stop.
+        # The last token may contain the beginning of the stop text.
         assert spelled.startswith(choice["text"])
         assert (
             len("".join(choice["logprobs"]["tokens"][:-1])) < max(1, len(choice["text"]))

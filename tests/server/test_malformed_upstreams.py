@@ -1,5 +1,7 @@
-"""An upstream may list its models in any way: this server's own list stays readable, and the log
-names the malformed part."""
+"""Malformed lists of models from an upstream.
+
+This server's own list stays readable, and the log names the malformed part.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Loading, unloading and state over HTTP: llama.cpp's router, its /slots and /props; real
-engine."""
+"""Loading, unloading and state over HTTP, with a real engine.
+
+The routes are those of llama.cpp's router, and its /slots and /props.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def status(http: httpx.Client, name: str, path: str = "/models") -> str:
 
 
 def test_llama_cpps_router_loads_and_unloads(http: httpx.Client) -> None:
-    for _ in range(2):  # asked for twice it is loaded once, and given back once
+    for _ in range(2):  # a second request for it loads nothing, and one unload is enough
         assert http.post("/models/load", json={"model": "smollm2"}).json() == {"success": True}
     until(lambda: status(http, "smollm2") == "loaded")
     assert status(http, "smollm2", "/v1/models") == "loaded"
@@ -95,9 +97,9 @@ def test_slots_tell_what_runs_and_what_waits_and_no_word_of_it(http: httpx.Clien
         "stream": True, "n": 3,
             "temperature": 0.25}  # fmt: skip
     with http.stream("POST", "/v1/completions", json=body) as stream:
-        lines = stream.iter_lines()  # held: a reader that is dropped closes the stream
+        lines = stream.iter_lines()  # a reference is kept: a deleted iterator closes the stream
         assert next(line for line in lines if line.startswith("data:"))
-        # The second joins once the first has read the prompt that both have.
+        # The second request joins the batch when the first has read their common prompt.
         until(
             lambda: all(
                 s["is_processing"] for s in http.get("/slots", params={"model": "smollm2"}).json()
@@ -145,7 +147,7 @@ def test_the_news_of_loading_come_as_they_happen(http: httpx.Client) -> None:
         with httpx.Client(base_url=http.base_url, timeout=60) as second:
             second.post("/models/load", json={"model": "tiny"})
         said = []
-        for event in events:  # none until something changes
+        for event in events:  # no event comes until the state changes
             assert event["event"] == "model_status"
             if event["model"] == "tiny":
                 said.append(event["data"]["status"])

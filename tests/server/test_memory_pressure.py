@@ -1,5 +1,5 @@
-"""Short memory as the server sees it: what it plans, whom it loads beside whom, whom it unloads,
-what /metrics says."""
+"""Memory pressure in the server: plans, which models are loaded together, unloading, and
+/metrics."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ GB = 10**9
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
-    """A machine of 16 GB whose available bytes the test sets; None is a system that does not
-    say."""
+    """A machine of 16 GB whose available bytes the test sets. None: the system reports no value."""
     state: dict[str, int | None] = {"available": 12 * GB, "total": 16 * GB}
     monkeypatch.setattr(SystemMemory, "available_bytes", lambda _: state["available"])
     monkeypatch.setattr(SystemMemory, "total_bytes", property(lambda _: state["total"]))
@@ -150,7 +149,7 @@ def test_a_model_that_is_being_loaded_has_its_memory_promised() -> None:
         loading = asyncio.create_task(models.resolve("slow").engine())
         for _ in range(10):
             await asyncio.sleep(0)
-        # Both would fit what is available at this moment, and together they would not.
+        # Each fits the memory that is available now, but both together do not.
         with pytest.raises(
             BusyError,
             match=r"other needs 4\.00 GB and 2\.00 GB are free; in use: "
@@ -159,7 +158,7 @@ def test_a_model_that_is_being_loaded_has_its_memory_promised() -> None:
             await other.engine()
         gate.open()
         await loading
-        free = 4 * GB  # other programs gave some back
+        free = 4 * GB  # other programs freed some memory
         await other.engine()
         assert [m.loaded for m in models.list()] == [True, True]
 

@@ -1,5 +1,7 @@
-"""What a request costs its key when another server answers it: as much as if it had run here,
-whoever says how much."""
+"""A request that another server answers is charged to its key as if it had run here.
+
+This holds whichever server reports the usage.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ HI = [{"role": "user", "content": "Tell me something, please."}]
 CHAT = {"model": "tiny", "messages": HI}
 KEYS = (NamedKey("anna", digest_of(ANNA.encode())),)
 ALL = ("openai", "responses", "anthropic", "ollama")
-# Each dialect, whole and as a stream; the last is one whose stream states no usage.
+# Each dialect, as a complete reply and as a stream. The last stream reports no usage.
 ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}}),
@@ -46,7 +48,7 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture(scope="module")
 def front(engine: ScriptedEngine) -> Iterator[Running]:
-    """A server with keys that have names, in front of one that knows none of them."""
+    """Yield a server with named keys, in front of a server that knows none of them."""
     with running_server([ServedModel("tiny", engine)]) as behind:
         upstream = Upstream("lab", behind.url + "/v1", models={"tiny": "tiny"}, speaks=ALL)
         router = ModelRouter([], upstreams=Upstreams([upstream]))
@@ -55,7 +57,7 @@ def front(engine: ScriptedEngine) -> Iterator[Running]:
 
 
 def used(running: Running) -> KeyUsage:
-    """What anna has used; each test looks at what came on top."""
+    """Return a copy of anna's usage. Each test compares it with a later one."""
     account = running.app.state.server.accounts.of(ANNA.encode())
     u = account.used
     return KeyUsage(u.requests, u.refused, u.prompt_tokens, u.cached_tokens, u.completion_tokens)
@@ -161,7 +163,7 @@ def test_a_request_that_was_tried_twice_is_charged_once() -> None:
 
 
 def test_the_front_of_a_pool_counts_by_key() -> None:
-    """The servers behind it know no names: who has used what is the front's to say."""
+    """The front of a pool counts usage by key, because its servers know no key names."""
     with ExitStack() as stack:
         behind = [begun(stack, ServedModel("tiny", ScriptedEngine())) for _ in range(2)]
         front = stack.enter_context(pooled(*(r.url for r in behind), keys=KEYS, api_key=OWNER))
@@ -177,7 +179,7 @@ def test_the_front_of_a_pool_counts_by_key() -> None:
 
 
 def test_a_refusal_of_every_server_comes_back_as_it_is() -> None:
-    """Full servers say for how long: that is the client's to know."""
+    """If all servers are full, the client receives their Retry-After."""
     with ExitStack() as stack:
         engines = [ScriptedEngine() for _ in range(2)]
         behind = [begun(stack, ServedModel("tiny", e)) for e in engines]

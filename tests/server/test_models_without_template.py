@@ -1,6 +1,8 @@
-"""Models that carry no chat template get a common one, whose marks are text to them: an answer ends
-where the model writes one, in every dialect, and nobody is told of a stop text that nobody asked
-for."""
+"""Models without a chat template get a common one.
+
+Its markers are plain text to these models. An answer ends if the model writes one, in every
+dialect, and the client never sees this as a stop text that it did not send.
+"""
 
 from __future__ import annotations
 

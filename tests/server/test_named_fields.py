@@ -1,5 +1,8 @@
-"""`x-localllm-ignored` names the client's own fields, and only those without effect. Also the ids of
-requests, the echo of a prompt with a suffix, and the tokens of a forced call."""
+"""`x-localllm-ignored` names the client's own fields, and only those without effect.
+
+Other tests cover the ids of requests, the echo of a prompt with a suffix, and the tokens of a
+forced call.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +136,10 @@ def test_every_answer_of_messages_has_an_id() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_within_the_reasoning_does_not_replace_a_required_one(stream: bool) -> None:
-    """A thinking budget ended the reasoning in the middle of a call that the model had begun."""
+    """A call inside the reasoning does not replace a required call.
+
+    Here a thinking budget ends the reasoning in the middle of a call that the model had begun.
+    """
     engine = ScriptedEngine(
         ["<tool_call>\n{\n", "</think>", "\n\n<tool_call>\n", '{"name": "f", "arguments": ', "{}"],
         chat_template=OPENED,

@@ -1,10 +1,11 @@
-"""Nothing a request says makes the server fetch an address or read a file: each row is one of the
-ways to ask for it.
+"""No content of a request makes the server fetch an address or read a file.
 
-While a request runs, every connection, name look-up, process and opened file of this process is
-written down (by Python's audit events, which also see what is done below `open`), and a listener on
-loopback waits for a caller that audit events would miss. Rows are refused with a reason, or
-answered with the thing skipped and named.
+Each row is one way to ask for it.
+
+While a request runs, Python's audit events record every connection, name lookup, process and
+opened file of this process, also those below `open`. A listener on loopback detects connections
+that audit events would miss. Rows are refused with a reason, or answered with the part skipped
+and named.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CHAT, TEXT, RESP, ANTH = "/v1/chat/completions", "/v1/completions", "/v1/respons
 OCHAT, OGEN, LCPP = "/api/chat", "/api/generate", "/completion"
 SECRET = "a line nobody may read"
 
-# {web} is the listener's address, {file} a file with SECRET in it.
+# {web} is replaced by the listener's address, {file} by a file with SECRET in it.
 INSIDE = [
     "{web}/x.png", "https://cdn.example/x.png", "http://169.254.169.254/latest/meta-data/",
     "http://[::1]:22/",
@@ -46,7 +47,7 @@ INSIDE = [
 ]  # fmt: skip
 
 
-# --- what is watched ------------------------------------------------------------------------------
+# --- recording ------------------------------------------------------------------------------------
 
 _CODE = tuple(
     str(Path(p).resolve())
@@ -63,7 +64,7 @@ _WATCHED = {
     "os.exec", "os.posix_spawn", "os.fork", "urllib.Request", "os.listdir", "os.scandir",
     "glob.glob",
 }  # fmt: skip
-# What the process that renders has taken.
+# Reading the time and memory used by the process that renders templates is allowed.
 _COUNTERS = re.compile(r"/proc/\d+/(stat|statm|status)")
 _seen: list[tuple[str, str]] | None = None
 
@@ -74,7 +75,8 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
     if event in _WATCHED:
         _seen.append((event, repr(args)[:200]))
     elif event == "open" and isinstance(args[0], (str, bytes, Path)):
-        # Modules imported late and source lines of a traceback are code, not somebody's file.
+        # Modules that are imported late and the source lines of a traceback are code, not users'
+        # files.
         path = str(Path(args[0].decode() if isinstance(args[0], bytes) else args[0]).resolve())
         is_code = path.startswith(_CODE) and path.endswith(
             (".py", ".pyc", ".so", ".pyi", ".json", ".toml")
@@ -85,13 +87,16 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 
 @pytest.fixture(scope="session")
 def audited() -> None:
-    """Audit hooks stay until the process ends; this one sleeps outside of `watching`."""
+    """Install the audit hook, which stays until the process ends.
+
+    It records only inside `watching`.
+    """
     sys.addaudithook(_audit)
 
 
 @contextmanager
 def watching() -> Iterator[list[tuple[str, str]]]:
-    """What this process opens and connects to while the block runs."""
+    """Record the files and connections that this process opens during the block."""
     global _seen
     _seen = seen = []
     try:
@@ -101,7 +106,7 @@ def watching() -> Iterator[list[tuple[str, str]]]:
 
 
 class Listener:
-    """Counts who connects to a loopback port."""
+    """A server on a loopback port that counts its connections."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -152,7 +157,7 @@ def client(engine: ScriptedEngine, audited: None) -> Iterator[httpx.Client]:
         running_server({"tiny": engine}) as running,
         httpx.Client(base_url=running.url, trust_env=False, timeout=20) as client,
     ):
-        # The process that renders is there before anything is watched.
+        # This request starts the process that renders templates before the recording.
         client.post(CHAT, json={"messages": [{"role": "user", "content": "x"}]})
         yield client
 
@@ -162,8 +167,10 @@ def client(engine: ScriptedEngine, audited: None) -> Iterator[httpx.Client]:
 
 @dataclass(frozen=True)
 class Row:
-    """A request, and what its refusal says; with `skips`, it is answered and that is named as
-    ignored."""
+    """A request and the text of its refusal.
+
+    With `skips`, the request is answered, and `skips` is named as ignored.
+    """
 
     name: str
     path: str
@@ -283,7 +290,7 @@ ROWS = [
         {"type": "image", "source": {"type": "url", "url": "{web}"}}]}), skips="messages.images"),
     Row("an upload", ANTH, user({"type": "container_upload", "file_id": "{file}"}),
     "container_upload"),
-    # --- tools somebody would have to connect to ---
+    # --- tools that would need a connection ---
     *(
         Row(f"tool {tool['type']}", RESP, {"input": "x", "tools": [tool]},
         skips=f"tools.{tool['type']}")
@@ -331,7 +338,7 @@ def test_nothing_is_fetched(
             json.dumps(value).replace("{web}", web.url).replace("{file}", str(secret))
         )
 
-    client.get("/health")  # so that the connection is there before anything is watched
+    client.get("/health")  # opens the connection before the recording
     requests = len(engine.requests)
     with watching() as seen:
         body = {} if row.body is None else {"json": filled(row.body)}
@@ -350,7 +357,7 @@ def test_nothing_is_fetched(
         assert reply.json()["error"]
 
 
-# --- what watches must see ------------------------------------------------------------------------
+# --- the recording itself -------------------------------------------------------------------------
 
 
 def test_the_watch_sees_files_and_connections(audited: None, secret: Path) -> None:
@@ -362,7 +369,7 @@ def test_the_watch_sees_files_and_connections(audited: None, secret: Path) -> No
     assert {event for event, _ in seen} == {"open", "socket.connect", "socket.getaddrinfo"}
 
 
-# --- schemas and grammars, which name addresses and files too -------------------------------------
+# --- schemas and grammars, which can also name addresses and files --------------------------------
 
 
 @pytest.fixture(scope="module")

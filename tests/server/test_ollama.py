@@ -1,5 +1,5 @@
-"""Ollama's dialect as its clients use it: loading and unloading, what lists say, log-probabilities,
-its tool calls."""
+"""Ollama's dialect as its clients use it: loading, unloading, lists, log-probabilities and
+calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHAT, GENERATE = "/api/chat", "/api/generate"
 
 
 class WatchedEngine(ScriptedEngine):
-    """Says when it is closed."""
+    """An engine that records that it was closed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -140,7 +140,7 @@ def test_a_duration_is_kept_and_said(http: httpx.Client, engine: WatchedEngine) 
     (model,) = http.get("/api/ps").json()["models"]
     left_s = (datetime.fromisoformat(model["expires_at"]) - datetime.now(UTC)).total_seconds()
     assert 500 < left_s <= 600
-    http.post(CHAT, json={"messages": HI, "stream": False})  # says nothing: the last word stays
+    http.post(CHAT, json={"messages": HI, "stream": False})  # no keep_alive: the last value
     assert http.get("/api/ps").json()["models"][0]["expires_at"] > model["expires_at"]
     http.post(CHAT, json={"keep_alive": -1})
     assert http.get("/api/ps").json()["models"][0]["expires_at"].startswith("0001-")
@@ -193,7 +193,7 @@ def test_for_ever_ends_when_memory_is_short_unless_the_owner_says_never() -> Non
             assert not pinned.closed.is_set()
             short.set()
             await pinned.closed.wait()
-            # It had its turn to be closed as well.
+            # By now it would have been closed as well.
             await workers[1].engine()
             await brief.closed.wait()
             assert not owned.closed.is_set()
@@ -211,7 +211,7 @@ def test_every_get_answers_head(http: httpx.Client) -> None:
         assert (head.status_code, head.content) == (200, b""), path
         assert head.headers["content-type"] == got.headers["content-type"]
         assert head.headers["content-length"] == str(len(got.content)), path
-    assert http.head("/models/sse").status_code == 200  # and it ends
+    assert http.head("/models/sse").status_code == 200  # the reply to HEAD ends
     assert http.head("/nowhere").status_code == 404
     assert http.head(CHAT).status_code == 405
 
@@ -272,7 +272,7 @@ def test_logprobs(smol: httpx.Client, path: str, ask: dict[str, Any]) -> None:
         assert entry["logprob"] <= 0
         assert bytes(entry["bytes"]).decode() == entry["token"]
         assert len(entry["top_logprobs"]) == 2
-        assert entry["top_logprobs"][0]["token"] == entry["token"]  # greedy takes the likeliest
+        assert entry["top_logprobs"][0]["token"] == entry["token"]  # greedy: the most likely
     lines = [json.loads(line) for line in smol.post(path, json=body).text.splitlines()]
     assert [e["token"] for line in lines for e in line.get("logprobs", ())] == [
         e["token"] for e in whole
@@ -366,7 +366,7 @@ def test_a_prompt_too_long_says_so_in_the_words_clients_compact_by(
         CHAT, json={"messages": [{"role": "user", "content": "word " * 1500}], "stream": stream}
     )
     assert reply.status_code == 400
-    # As pi and opencode look for it.
+    # The pattern that pi and opencode use.
     assert re.search(
         r"prompt too long; exceeded (?:max )?context length by \d+ tokens", reply.json()["error"]
     )

@@ -1,5 +1,8 @@
-"""Parts of a message that can't be read here: refused where they are asked about, a note to the
-model elsewhere."""
+"""Parts of a message that cannot be read here.
+
+They are refused if the question is about them. In earlier turns a note to the model replaces
+them.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +126,7 @@ def test_an_image_that_is_asked_about_is_refused(http: httpx.Client) -> None:
             {"messages": [user("hi"), {"role": "assistant", "content": "no"}, user(PICTURE)]},
         ),
         ("/v1/responses", {"input": [user("what is it?", INPUT_PICTURE)]}),
-        # A system text after the question changes nothing.
+        # A system text after the question makes no difference.
         ("/v1/chat/completions", {"messages": [user(PICTURE), {"role": "system", "content": "x"}]}),
     ):
         reply = http.post(path, json=body)
@@ -153,7 +156,8 @@ def test_reasoning_in_parts_is_reasoning(
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
 def test_thinking_is_the_model_s_alone(http: httpx.Client, path: str) -> None:
-    """In a user's turn it is neither read nor silently lost."""
+    """A thinking block in a user's turn is named if it is old, and refused if it is in the
+    question."""
     sent = user({"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Why?"})
     more = {"max_tokens": 9, "stream": False}
     earlier = http.post(path, json={"messages": [sent, user_text("go on")], **more})

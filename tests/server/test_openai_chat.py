@@ -1,4 +1,4 @@
-"""The OpenAI chat face, asked by the real `openai` package over a real socket."""
+"""OpenAI's chat API, called by the real `openai` package over a real socket."""
 
 from __future__ import annotations
 
@@ -226,10 +226,10 @@ def test_headers_and_comments_come_while_the_model_loads(
     engine.load_gate = Gate()
     with http.stream("POST", "/v1/chat/completions", json={"messages": HI, "stream": True}) as r:
         lines = r.iter_lines()
-        # A line of the block that is to come: a block of its own is an empty event to older
-        # decoders.
+        # The comment is a line of the next event: older decoders read a separate one as an empty
+        # event.
         assert next(lines) == ": loading"
-        assert next(lines) == ": loading"  # the silence is broken again
+        assert next(lines) == ": loading"  # another comment after more waiting
         engine.load_gate.open()
         rest = list(lines)
     assert "data: [DONE]" in rest
@@ -253,8 +253,8 @@ def test_a_client_that_leaves_cancels_its_request(
     engine.script = ["a", Gate()]
     with http.stream("POST", "/v1/chat/completions", json={"messages": HI, "stream": True}) as r:
         next(line for line in r.iter_lines() if '"content":"a"' in line)
-    # A whole answer says nothing before it ends: its client leaves when the engine is known to be
-    # at work for it.
+    # A complete reply sends no data before its end. Its client leaves when the engine is known to
+    # work on it.
     gate = Gate()
     engine.script = ["a", gate]
     whole = json.dumps({"messages": HI}).encode()
@@ -267,7 +267,7 @@ def test_a_client_that_leaves_cancels_its_request(
             b"Content-Length: %d\r\n\r\n%b" % (len(whole), whole)
         )
         assert gate.reached.wait(30)
-    # The next answer on the same loop comes after both cancellations were carried out.
+    # When a later request on the same loop is answered, both cancellations have been carried out.
     engine.script = ["b"]
     for _ in range(50):
         http.post("/v1/chat/completions", json={"messages": HI})

@@ -17,7 +17,7 @@ FORMATS = {"/v1/messages": "AnthropicError", "/api/": "OllamaError", "/v1/": "Er
 
 
 async def _errors() -> tuple[dict[str, Any], dict[str, httpx.Response]]:
-    """The document, and each path's answer to a body that is not JSON."""
+    """Return the document, and each path's reply to a body that is not JSON."""
     app = create_app(ModelRouter({"tiny": ScriptedEngine()}), settings=ServerSettings(port=1))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     replies = {}
@@ -42,7 +42,7 @@ def test_a_refused_body_has_the_documented_format() -> None:
         assert name == expected, path
         schema = document["components"]["schemas"][name]
         jsonschema.validate(reply.json(), schema)
-        # Each format is told from the others by what it requires.
+        # The required fields of each format distinguish it from the others.
         others = {form for form in FORMATS.values() if form != name}
         for other in others:
             validator = jsonschema.Draft202012Validator(document["components"]["schemas"][other])
@@ -50,7 +50,10 @@ def test_a_refused_body_has_the_documented_format() -> None:
 
 
 def test_the_first_requests_of_a_server_may_come_at_once() -> None:
-    """The dialects are imported when they are first used, in a thread."""
+    """The first requests of a server may come at the same time.
+
+    The dialects are imported on first use, in a thread.
+    """
     paths = ["/v1/models", "/api/tags", "/v1/models", "/slots", "/health", "/api/tags"]
 
     async def asked() -> list[int]:

@@ -1,5 +1,8 @@
-"""Loopback is open to every account of the machine: a server without a key answers its own user
-only, and the chat's engine has a key of its own."""
+"""Other accounts of the machine have no access.
+
+They all can connect to loopback. A server without a key answers only its own user, and the
+chat's engine has its own key.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from support.own_server import background_server
 from support.scripted_engine import ScriptedEngine
 
 NOBODY = 65534
-# Becomes another user after its imports, then prints the status of each request, or its error.
+# The probe imports its modules, changes to another user, and prints each request's status or error.
 PROBE = """
 import encodings.idna, http.client, json, os, sys
 port, leave, asked = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
@@ -46,7 +49,7 @@ OPEN = ("/health", "/v1/health")
 
 
 def as_nobody(port: int, asked: Iterable[tuple[str, str]], *, leave: bool = False) -> list[str]:
-    """The lines that the probe printed, one for each of `asked`."""
+    """Return the lines that the probe printed, one for each of `asked`."""
     command = [sys.executable, "-c", PROBE, str(port), "leave" if leave else ""]
     done = subprocess.run(
         [*command, json.dumps(list(asked))], capture_output=True, text=True, timeout=60, check=True
@@ -55,7 +58,7 @@ def as_nobody(port: int, asked: Iterable[tuple[str, str]], *, leave: bool = Fals
 
 
 def routes_of(app: Any) -> list[tuple[str, str]]:
-    """Every method and path that the server answers, aliases included."""
+    """Return every method and path that the server answers, including aliases."""
     routes = list(app.routes)
     for dialects in app.state.dialects:
         routes += chain(*dialects.paths())
@@ -76,11 +79,14 @@ def test_another_user_is_answered_on_no_route_but_health(host: str) -> None:
 @needs_root
 @needs_report
 def test_one_that_leaves_before_it_could_be_asked_who_it_is_does_nothing() -> None:
-    """The system says root of a socket that is closed."""
+    """A client that leaves before its user is looked up has no effect.
+
+    The system reports root as the owner of a closed socket.
+    """
     engine = ScriptedEngine()
     with running_server({"tiny": engine}, preload=True) as server:
         as_nobody(server.port, [("POST", "/models/unload")] * 20, leave=True)
-        # Its connections were accepted before this one.
+        # The earlier connections were accepted before this one.
         [health] = as_nobody(server.port, [("GET", "/health")])
         assert health.endswith("200")
         assert server.app.state.server.requests == 0
@@ -119,7 +125,7 @@ def test_the_owner_of_a_connection_is_found(family: socket.AddressFamily) -> Non
         with closing(accepted):
             with closing(client):
                 assert peer_user.is_own_user(accepted)
-            with suppress(OSError):  # or it is reported no more
+            with suppress(OSError):  # or the system no longer reports the socket
                 assert not peer_user.is_own_user(accepted)
 
 

@@ -1,5 +1,5 @@
-"""What is said to clients: refusals in words of our own, hints to a path that was meant, and lists
-in the shape of whoever asks."""
+"""Texts for clients: refusals in our own words, suggested paths, and lists in the client's
+format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from server.test_every_field import BODIES
 from support.http_server import Running, running_server
 from support.scripted_engine import ScriptedEngine
 
-# How pydantic begins its sentences, and what only it would name.
+# The beginnings of pydantic's messages, and names that only pydantic would use.
 PYDANTICS = re.compile(
     r"Input should|Field required|valid (string|integer|number|list|dictionary|boolean)|Extra inputs|"
     r"pydantic|Value error|validation error|\b[A-Z][a-z]+[A-Z]\w+\b|\w_(type|parsing)\b"
@@ -43,8 +43,10 @@ def running() -> Iterator[Running]:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_no_refusal_is_in_the_validator_s_words(path: str) -> None:
-    """Every field, and every one inside of those that are read as objects, with values it can't
-    take: what is read here is what a client is told."""
+    """Every field, also inside objects, is tried with values of wrong types.
+
+    The messages read here are those that a client receives.
+    """
     kind, _ = BODIES[path]
     refusals: list[RequestError] = []
     for name, inside in known.shape_of(kind).items():
@@ -66,7 +68,11 @@ def test_no_refusal_is_in_the_validator_s_words(path: str) -> None:
 
 
 def test_what_is_of_a_kind_that_is_taken_is_not_told_of_the_other_kind() -> None:
-    """Biases may be an object or a list: an object with too many is not told to be a list."""
+    """A value of an accepted type is not reported as the other accepted type.
+
+    Biases may be an object or a list. If an object has too many entries, the message does not
+    demand a list.
+    """
     many = {str(token): 1 for token in range(5_000)}
     with pytest.raises(RequestError) as refused:
         known.read(BODIES["/v1/chat/completions"][0], {"messages": [], "logit_bias": many})
@@ -74,7 +80,7 @@ def test_what_is_of_a_kind_that_is_taken_is_not_told_of_the_other_kind() -> None
 
 
 def test_every_kind_of_error_of_the_validator_has_words() -> None:
-    """Those that a body can meet: of its types, lengths and ranges."""
+    """The errors that a body can cause: types, lengths and ranges."""
     kinds = {
         "missing", "extra_forbidden", "none_required", "bool_type", "bool_parsing", "int_type",
         "int_parsing", "int_from_float", "float_type", "float_parsing", "finite_number",
@@ -213,7 +219,7 @@ def test_llama_cpp_s_answer_has_its_tokens_and_only_the_fields_asked_for(stream:
 
         ids = [i for part in answer(return_tokens=True) for i in part["tokens"]]
         assert ids == list("Hél".encode())
-        # llama.cpp's streams always have the ids (server_task_result_cmpl_partial).
+        # llama.cpp's streams always contain the ids (server_task_result_cmpl_partial).
         unasked = [i for part in answer() for i in part["tokens"]]
         assert unasked == (ids if stream else [])
         last = answer(response_fields=["content", "generation_settings/n_predict", "none"])[-1]

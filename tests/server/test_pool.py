@@ -1,5 +1,7 @@
-"""Several of ours behind one address: a conversation stays where its cache is, and no request is
-lost with a server."""
+"""A pool of several servers at one address.
+
+A conversation stays on the server that has its cache, and no request is lost with a server.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ class Front:
 
 @contextmanager
 def pooled(*urls: str, pool_key: str | None = None, **limits: Any) -> Iterator[Front]:
-    """A front of the servers at `urls`, in a thread of its own."""
+    """A front for the servers at `urls`, in its own thread."""
     nodes = [PoolNode(str(i), url) for i, url in enumerate(urls)]
     (sock,) = bind("127.0.0.1", 0)
     own = ServerSettings(port=sock.getsockname()[1], **limits)
@@ -91,10 +93,13 @@ def pooled(*urls: str, pool_key: str | None = None, **limits: Any) -> Iterator[F
 
 
 def begun(stack: ExitStack, model: ServedModel, **settings: Any) -> Running:
-    """A server that has answered once: one after the other, since the framework builds its routes
-    with the first request under a filter of warnings that threads share."""
+    """Start a server and let it answer once.
+
+    The servers start one after another. The framework builds its routes at the first request,
+    under a filter of warnings that all threads share.
+    """
     running = stack.enter_context(running_server([model], **settings))
-    httpx.get(running.url + "/health", trust_env=False)  # behind all other routes
+    httpx.get(running.url + "/health", trust_env=False)  # matched after all other routes
     return running
 
 
@@ -240,8 +245,11 @@ def marked(text: str, **more: Any) -> dict[str, Any]:
 
 
 def test_what_a_client_moves_with_each_turn_moves_no_conversation() -> None:
-    """Claude Code marks the newest message for caching, and counts its requests in the system
-    prompt."""
+    """Fields that a client changes in each turn do not change the key of the conversation.
+
+    Claude Code marks the newest message for caching, and counts its requests in the system
+    prompt.
+    """
     cached = {"cache_control": {"type": "ephemeral"}}
 
     def turn(count: int, first: dict[str, Any], *later: dict[str, Any]) -> dict[str, Any]:
@@ -318,8 +326,7 @@ def test_a_stored_response_is_found_wherever_it_lies() -> None:
 def conversations(
     ask: Callable[[list[dict[str, Any]]], dict[str, Any]], n: int, turns: int
 ) -> float:
-    """Tokens taken from caches in `n` conversations of `turns` turns, by turns and in a mixed
-    order."""
+    """Return the cached tokens in `n` conversations of `turns` turns, sent in a random order."""
     order = random.Random(7)
     talks = [
         [SYSTEM, user(f"Tell me about number {i}, please. " + "It matters. " * (i % 5))]
@@ -348,8 +355,10 @@ def reuse(path: Path, n: int, turns: int, servers: int) -> float:
 
 
 def test_turns_find_what_was_read_before_them(tiny_model: Path) -> None:
-    """Two servers with a real engine: what a turn's prompt repeats comes from the cache, wherever
-    it lies."""
+    """A turn's repeated prompt comes from the cache of whichever server has it.
+
+    There are two servers with a real engine.
+    """
     with ExitStack() as stack:
         running = [begun(stack, real(tiny_model)) for _ in range(2)]
         front = stack.enter_context(pooled(*(r.url for r in running)))
@@ -367,7 +376,7 @@ def test_turns_find_what_was_read_before_them(tiny_model: Path) -> None:
 
 @contextmanager
 def process(path: Path, port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`localllm serve` as users run it, so that it can be killed."""
+    """Run `localllm serve` in a process that a test can kill."""
     own = {f"LOCALLLM_{n}_DIR": str(folder / n.lower()) for n in ("CONFIG", "DATA", "CACHE", "LOG")}
     command = [
         sys.executable,
@@ -398,7 +407,7 @@ def ports(n: int) -> list[int]:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_forty_conversations_on_three_servers(smollm2: Path) -> None:
-    """Reuse against one server."""
+    """Three servers reuse at least 95 % as many tokens as one server."""
     one = reuse(smollm2, 40, 5, 1)
     three = reuse(smollm2, 40, 5, 3)
     print(json.dumps({"one": one, "three": three, "share": three / one}))
@@ -408,7 +417,7 @@ def test_forty_conversations_on_three_servers(smollm2: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_no_request_is_lost_when_a_server_is_killed(smollm2: Path, tmp_path: Path) -> None:
-    """Twelve requests are in the middle of their prompts when a server gets SIGKILL."""
+    """SIGKILL of a server loses none of twelve requests whose prompts are being read."""
     with ExitStack() as stack:
         at = ports(3)
         served = [stack.enter_context(process(smollm2, p, tmp_path / str(p))) for p in at]

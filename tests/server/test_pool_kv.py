@@ -1,4 +1,7 @@
-"""A pool reads a system prompt once: the other servers copy its KV from the one that read it."""
+"""A pool prefills a system prompt once.
+
+The other servers copy its KV from the server that computed it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ N_QUESTIONS = 64
 
 
 class Blocking(ScriptedBackend):
-    """Waits in the step after `free_tokens` tokens until it is `released` (None: never)."""
+    """A backend that waits in the step after `free_tokens` tokens until it is `released`.
+
+    With None it never waits.
+    """
 
     free_tokens: int | None = None
 
@@ -44,7 +50,7 @@ class Blocking(ScriptedBackend):
         self.released = threading.Event()
 
     def cells_free(self) -> int:
-        """Cells never run out, and are not counted: there are many."""
+        """Return the size of the context: the cells are too many to count or to run out."""
         return self.info.n_ctx
 
     def step(self, chunks: Any) -> ScriptedResult:
@@ -55,7 +61,10 @@ class Blocking(ScriptedBackend):
 
 
 class Server:
-    """A server of the pool. Its engine starts with the first request, when all addresses are known."""
+    """A server of the pool.
+
+    Its engine starts with the first request, when all addresses are known.
+    """
 
     def __init__(self) -> None:
         self.backend = Blocking()
@@ -79,7 +88,7 @@ class Server:
 
     @property
     def asked(self) -> int:
-        """Requests for its KV."""
+        """Return the number of requests for this server's KV."""
         return len(self.thread.sent) if self.thread is not None else 0
 
 
@@ -102,7 +111,7 @@ def ask(front: Front, i: int) -> httpx.Response:
 
 
 def home(front: Front) -> int:
-    """The server of the system prompt."""
+    """Return the index of the server that computes the system prompt."""
     key = system_key({"model": "tiny", "messages": first_question(0)})
     return int(by_preference(front.front.nodes, key, 0.0)[0].name)
 
@@ -152,14 +161,14 @@ def test_a_server_asks_only_those_before_it() -> None:
 
 # --- real models ----------------------------------------------------------------------------------
 
-# More tokens than are copied at least, for models whose tokens are bytes or words.
+# More tokens than the least number that is copied, for models whose tokens are bytes or words.
 LONG = {"role": "system", "content": "You answer in short words. " * 60}
 
 
 def chat(
     server: Running, question: str, holder: Running | None = None, **more: Any
 ) -> httpx.Response:
-    """Ask as the front of a pool does, which names the `holder` of the system prompt."""
+    """Send a request like a pool's front, which names the `holder` of the system prompt."""
     headers = {"authorization": f"Bearer {KEY}"}
     if holder is not None:
         headers["x-localllm-kv-from"] = f"127.0.0.1:{holder.port}"
@@ -198,7 +207,7 @@ def test_the_text_is_the_same_after_a_copied_system_prompt(
             assert "tokens were read by 127.0.0.1" in note
             read_there = int(note.split("; ")[-1].split()[0])
             assert 1024 <= read_there < answer.json()["usage"]["prompt_tokens"]
-            # What the holder had read for its own request was not read again.
+            # KV that the holder had computed for its own request was not computed again.
             page = httpx.get(
                 holder.url + "/metrics",
                 headers={"authorization": f"Bearer {KEY}"},

@@ -1,5 +1,7 @@
-"""An assistant's text at the end of a conversation is the beginning of the answer, in every
-dialect."""
+"""Prefilled answers in every dialect.
+
+If the conversation ends with an assistant's text, the answer continues that text.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ BEGUN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Su
 OPEN = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nSure, "
 CLOSED = OPEN + "<|im_end|>\n<|im_start|>assistant\n"
 CHAT = "/v1/chat/completions"
-# Writes reasoning in front of every answer, refuses an answer at the end, and trims what it writes.
+# These templates add reasoning before every answer, reject an answer at the end, or trim its text.
 STRICT = """{% for m in messages %}{% if loop.last and m.role == 'assistant' %}{{ raise_exception('no') }}{% endif %}
 {{- '<' + m.role + '>' + m.content | trim }}{% endfor %}{% if add_generation_prompt %}<assistant><think>
 {% endif %}{# </think> #}"""
@@ -66,7 +68,7 @@ def test_the_answer_is_gone_on_with(
     assert answer.status_code == 200, answer.text
     assert engine.requests[0].prompt == OPEN
     assert "Hello world!" in answer.text
-    assert "Sure, Hello" not in answer.text  # the reply holds what the model added
+    assert "Sure, Hello" not in answer.text  # the reply contains only the text that the model added
 
 
 @pytest.mark.parametrize(

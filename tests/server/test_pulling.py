@@ -1,5 +1,8 @@
-"""Fetching and removing models over HTTP: refused until somebody allows it, told in Ollama's lines,
-ended by leaving."""
+"""Pulling and deleting models over HTTP.
+
+Both are refused unless the user allows them. Progress is reported in Ollama's format, and a
+client that disconnects ends the pull.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ MOMENTS = [
 
 @dataclass
 class FakeStore:
-    """Plays MOMENTS; `hold` stops it in the middle until the client has left."""
+    """A store that reports MOMENTS. `hold` makes it wait in the middle until the client has
+    left."""
 
     error: Exception | None = None
     hold: bool = False

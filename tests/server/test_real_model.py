@@ -1,5 +1,4 @@
-"""The whole line on a real model: the `openai` package, HTTP, the worker process, llama.cpp,
-SmolLM2."""
+"""The complete path with a real model: `openai`, HTTP, the worker process, llama.cpp, SmolLM2."""
 
 from __future__ import annotations
 
@@ -107,7 +106,7 @@ def test_logprobs_are_those_of_the_chosen_tokens(client: openai.OpenAI) -> None:
     assert len(content) == 4
     for entry in content:
         assert entry.logprob <= 0
-        assert entry.top_logprobs[0].token == entry.token  # greedy takes the likeliest
+        assert entry.top_logprobs[0].token == entry.token  # greedy: the most likely token
 
 
 def test_the_second_turn_reuses_the_first(client: openai.OpenAI) -> None:
@@ -146,7 +145,7 @@ def test_a_killed_worker_costs_its_request_and_nothing_else(
 def test_a_worker_that_dies_while_nobody_asks_costs_the_next_request_nothing(
     client: openai.OpenAI, supervisor: Supervisor
 ) -> None:
-    """Whether its end has been noticed by then or not."""
+    """The death of an idle worker does not fail the next request, noticed or not."""
     for noticed in (False, True):
         _ask(client, max_tokens=1)
         worker = supervisor.client
@@ -170,8 +169,8 @@ def test_a_worker_that_dies_while_nobody_asks_is_there_again_before_anybody_does
     loads = supervisor.loads
     end_it()
     until(lambda: supervisor.loads == loads + 1, "the model is not loaded again")
-    # One that ends again before it has answered anything is left to the next request: it may be the
-    # file, or the memory.
+    # A worker that ends again before it answers is not restarted until the next request. The cause
+    # may be the file or the memory.
     end_it()
     assert _ask(client, max_tokens=2).usage.completion_tokens == 2
     assert supervisor.loads == loads + 2
@@ -234,9 +233,9 @@ def test_forced_calls_fit_their_schema(client: openai.OpenAI, choice, seed: int)
             name += part.function.name or ""
             arguments += part.function.arguments or ""
         reason = chunk.choices[0].finish_reason or reason
-    # Not the same call: a prompt that is cached, or was read in other pieces, has other last bits,
-    # and a draw at temperature 1 may fall on their other side. Equal words are asserted of greedy
-    # answers, above.
+    # The calls may differ. A prompt that is cached, or was prefilled in other batches, has
+    # different rounding, which may change a sample at temperature 1. Greedy answers are compared
+    # above.
     assert (reason, _fits(name, arguments)) == ("tool_calls", True)
 
 

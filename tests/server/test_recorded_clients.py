@@ -1,6 +1,8 @@
-"""Programs that can't be installed beside the tests, by what they send: Home Assistant's two
-integrations, n8n's nodes, Goose and Crush. Each calls a tool and gets its result read, leaves in
-the middle of an answer, and is told of a prompt that is too long in the words that it reads.
+"""Recorded requests of programs that cannot be installed with the tests.
+
+They are Home Assistant's two integrations, n8n's nodes, Goose and Crush. Each calls a tool and
+has its result read, disconnects in the middle of an answer, and gets the error for a prompt that
+is too long in the words that it recognises.
 
 The bodies follow the programs' sources of autumn 2026: homeassistant/components/ollama and
 openai_conversation (entity.py), n8n's LmChatOpenAi and LmChatOllama over LangChain's JavaScript,
@@ -35,7 +37,7 @@ USAGE = {"stream_options": {"include_usage": True}}
 OLLAMA_NODE = {"temperature": 0.7, "top_k": -1, "top_p": 1, "num_ctx": 2048, "use_mmap": True}
 ASKED, RESULT = "Turn on the light", '{"data": {"done": "switched on"}, "error": null}'
 
-# The path, and what each body has besides messages and tools.
+# The path, and the fields of each body other than messages and tools.
 PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "Home Assistant, Ollama": (
         "/api/chat",
@@ -60,7 +62,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def body(name: str, asked: str, *, called: bool = False) -> dict[str, Any]:
-    """What the program sends: a question, or the same with a call and its result behind."""
+    """Return the program's body: a question, or a question with a call and its result."""
     path, more = PROGRAMS[name]
     question = {"role": "user", "content": asked}
     if path == "/v1/responses":
@@ -75,7 +77,7 @@ def body(name: str, asked: str, *, called: bool = False) -> dict[str, Any]:
     made["function"]["arguments"] = arguments  # type: ignore[index]
     said = {"role": "assistant", "content": None, "tool_calls": [made]}
     result = {"role": "tool", "content": RESULT, "tool_call_id": "c"}
-    if path == "/api/chat":  # which names no call
+    if path == "/api/chat":  # whose results name no call
         made.pop("id")
         result.pop("tool_call_id")
         said["content"] = ""
@@ -105,7 +107,8 @@ def test_a_tool_is_called_and_its_result_is_answered(running: Running, name: str
         assert answer.status_code == 200, answer.text
         assert '"It is"' in answer.text
         ignored = set(answer.headers.get("x-localllm-ignored", "").split(",")) - {""}
-        # What only OpenAI's servers run, and what no request changes of a loaded model.
+        # Tools that only OpenAI's servers run, and options that a request cannot change in a loaded
+        # model.
         assert ignored <= {
             "tools.web_search_preview", "options.num_ctx", "options.use_mmap", "reasoning_effort",
             "reasoning.effort", "include.code_interpreter_call.outputs",

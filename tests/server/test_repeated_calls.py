@@ -1,5 +1,8 @@
-"""Calls that are the same may be meant: several of one reply all arrive; one that is made over and
-over ends the answer. And a call that is required is made whatever form the answer was to have."""
+"""Repeated, parallel and required calls.
+
+Several equal calls in one reply may be intended, so all arrive. A call that repeats many times
+ends the answer. A required call is made with any format of the answer.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ HERMES = (
 
 
 class Caller:
-    """A model that makes these calls, one after another, and then says so; `ends` is what a held
-    call ends with."""
+    """A model that makes these calls one after another, and then writes "Rolled."
+
+    `ends` is the end of a constrained call.
+    """
 
     def __init__(self, sides: Sequence[int], ends: str = "}") -> None:
         self._sides, self._ends = sides, ends

@@ -1,4 +1,4 @@
-"""The memory of a request is free when it's answered, not when Python next looks for cycles."""
+"""A request's memory is free after the answer, without waiting for Python's cycle collector."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def http() -> Iterator[tuple[Running, ScriptedEngine]]:
 
 @contextmanager
 def kept_garbage() -> Iterator[None]:
-    """Python collects only when it is asked, and keeps what it finds in `gc.garbage`."""
+    """Disable Python's automatic collection, and keep objects in cycles in `gc.garbage`."""
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
@@ -70,16 +70,16 @@ def kept_garbage() -> Iterator[None]:
 
 
 def texts_in_cycles() -> int:
-    """How many copies of the request's text only the collector could free."""
+    """Return how many copies of the request's text only the collector could free."""
     gc.collect()
     inner = [held for found in gc.garbage for held in gc.get_referents(found)]
-    # Dictionaries of texts alone are not tracked.
+    # Dictionaries that contain only texts are not tracked.
     inner += [deeper for held in inner if type(held) is dict for deeper in held.values()]
     return sum(isinstance(text, str) and MARK in text for text in inner)
 
 
 def sent(running: Running, path: str, body: dict[str, Any]) -> HTTPConnection:
-    """A connection on which the request was sent."""
+    """Return a connection on which the request was sent."""
     connection = HTTPConnection("127.0.0.1", running.port, timeout=60)
     data = json.dumps({"model": "tiny", **body}).encode()
     connection.request("POST", path, data, {"content-type": "application/json"})
@@ -100,7 +100,7 @@ def test_an_answered_request_holds_no_memory(
 ) -> None:
     running, engine = http
     path, body, status = CASES[name]
-    post(running, path, body)  # what the first request imports and keeps
+    post(running, path, body)  # causes the imports and caches of a first request
     engine.requests.clear()
     with kept_garbage():
         assert post(running, path, body) == status

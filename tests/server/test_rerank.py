@@ -1,5 +1,7 @@
-"""Reranking over HTTP through the worker and real llama.cpp, held against llama.cpp's own server
-where it is there."""
+"""Reranking over HTTP through the worker and real llama.cpp.
+
+The scores are compared with those of llama.cpp's own server if it is available.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def test_documents_come_best_first_with_their_places(http: httpx.Client) -> None
     assert len(set(scores)) == 4
     assert sorted(r["index"] for r in body["results"]) == [0, 1, 2, 3]
     assert body["usage"]["prompt_tokens"] == body["usage"]["total_tokens"] > 0
-    # One at a time each has the score it has among others.
+    # A document scored alone has the same score as among others.
     for result in body["results"]:
         alone = rerank(http, documents=[DOCUMENTS[result["index"]]]).json()["results"][0]
         assert alone["relevance_score"] == pytest.approx(result["relevance_score"], abs=2e-3)
@@ -117,8 +119,10 @@ def test_several_embedding_models_beside_each_other(http: httpx.Client) -> None:
 
 
 def test_marks_in_a_query_or_a_document_are_text(tmp_path: Path) -> None:
-    """As Qwen3-Reranker has them: the template's marks are tokens, and nobody ends the query from
-    within a document."""
+    """Markers in a query or a document are text, as in Qwen3-Reranker.
+
+    Only the template's markers are tokens, so a document cannot end the query.
+    """
     path = write_bert(tmp_path / "r.gguf", pooling=4, template="[CLS]{query}[SEP]{document}[SEP]")
     embedder = llamacpp.load_embedder(str(path), n_ctx=128)
     cls, sep = 2, 3

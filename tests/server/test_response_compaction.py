@@ -1,5 +1,8 @@
-"""A conversation that becomes one compaction item, as Codex asks for it: by the path and by the
-trigger, several times in a row, and with items that this server did not make."""
+"""Compaction of a conversation into one item, as Codex requests it.
+
+The tests use the path and the trigger, several compactions in a row, and items that this server
+did not make.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ RECEIPT = re.compile(
 
 
 class Model:
-    """Answers by what the last message asks: with a summary, or with one word."""
+    """A model that answers a request for a summary with one, and other messages with one word."""
 
     def __init__(self) -> None:
         self.summaries = [SUMMARY]
@@ -99,9 +102,9 @@ def test_the_path_answers_with_one_item(http: httpx.Client, engine: ScriptedEngi
     messages, saved, cost, _, written = map(int, found.groups())
     usage = body["usage"]
     assert (messages, cost, written) == (8, usage["input_tokens"], usage["output_tokens"])
-    # A token of this model is a byte: the two results are most of the conversation.
+    # A token of this model is a byte, so the two results are most of the conversation.
     assert saved > 2 * len("dry 1 " * 400) * 0.9
-    # The prompt lists the tools, so that it begins like that of the last answer.
+    # The prompt lists the tools, so it begins like the prompt of the last answer.
     assert '"read_file"' in prompt_of(engine)
     post(http, [*turn(1), item, {"role": "user", "content": "Go on."}])
     assert "dry 1" not in prompt_of(engine)
@@ -147,7 +150,10 @@ def test_later_turns_have_the_summary_in_place_of_the_turns(
 
 
 def test_three_compactions_in_a_row(http: httpx.Client, engine: ScriptedEngine) -> None:
-    """As Codex rebuilds its history: the user's messages, the new item, and then new turns."""
+    """Three compactions in a row, with the history that Codex rebuilds.
+
+    It contains the user's messages, the new item, and then new turns.
+    """
     history: list[Any] = []
     model = engine.script
     assert isinstance(model, Model)
@@ -162,7 +168,7 @@ def test_three_compactions_in_a_row(http: httpx.Client, engine: ScriptedEngine) 
         assert f"Summary {n}." in prompt
         assert f"Summary {n - 1}." not in prompt
         assert prompt.count("Earlier messages were replaced") == 1
-        # Calls of earlier compactions are still named, and no question is repeated.
+        # The calls of earlier compactions are still listed, and no question is repeated.
         assert [prompt.count(f"deck{i}.log") for i in range(3 * n + 3)] == [1] * (3 * n + 3)
         assert prompt.count("Look at deck 0.") == 1
 
@@ -204,7 +210,7 @@ def test_a_model_without_a_summary_is_an_error(http: httpx.Client, engine: Scrip
     assert (nothing.status_code, "nothing to compact" in nothing.text) == (400, True)
 
 
-# --- items that this server did not make for the caller ---------------------------------------------
+# --- items of other origin ------------------------------------------------------------------------
 
 
 def _forged(sealed: str) -> list[Any]:
@@ -260,7 +266,7 @@ def test_a_real_model_summarises_from_the_cache_of_its_last_answer(few_layers: P
         compacted = post(http, [*answered, TRIGGER], **more).json()
         usage = compacted["usage"]
         fresh = usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"]
-        # Only the last answer's end and the request for a summary are new.
+        # Only the end of the last answer and the request for a summary are new.
         assert fresh < 160
         after = post(http, [compacted["output"][0], question], **more).json()["usage"]
         assert after["input_tokens"] < 0.6 * first["usage"]["input_tokens"]

@@ -1,5 +1,8 @@
-"""The response object of /v1/responses: all fields of OpenAI's, with what was used; the status of
-each item, however the answer ends; and reasoning as a summary."""
+"""The response object of /v1/responses.
+
+It has all of OpenAI's fields with the values used, the status of each item for every way an
+answer can end, and reasoning as a summary.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def test_without_input_there_is_nothing_to_answer() -> None:
         (["<think>hm, well"], {"max_output_tokens": 9}, ["incomplete"], "incomplete"),
         (["Well.\n", CALL], {}, ["completed", "completed"], "completed"),
         (["Well.\n", CALL], {"max_output_tokens": 52}, ["completed", "incomplete"], "incomplete"),
-        # A half call in an answer that ends by itself.
+        # Half a call, in an answer that the model itself ends.
         (["Well.\n", HALF], {}, ["completed", "incomplete"], "completed"),
     ],
 )  # fmt: skip
@@ -88,7 +91,7 @@ def test_the_status_of_every_item(
     assert [item["status"] for item in last["output"]] == items
     assert said["status"] == whole
     assert (said["completed_at"] is None) == (whole != "completed")
-    if len(said["output"]) == len(items):  # a call that was cut is no part of a whole answer
+    if len(said["output"]) == len(items):  # a call that was cut is not part of a complete reply
         assert [item["status"] for item in said["output"]] == items
 
 

@@ -1,5 +1,4 @@
-"""Several models behind one port: names, loading on request, and memory given back only when nobody
-needs it."""
+"""Several models at one port: names, loading on request, and unloading only of unused models."""
 
 from __future__ import annotations
 

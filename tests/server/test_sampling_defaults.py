@@ -1,4 +1,4 @@
-"""What a model's own settings say holds in every dialect, until a request says otherwise."""
+"""A model's own sampling settings apply in every dialect, unless the request overrides them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from localllm.server.models.router import ServedModel
 from support.http_server import running_server
 from support.scripted_engine import BOS, ScriptedEngine
 
-# No field as the engine would have it unasked: whoever loses one is found out.
+# No field has the engine's default, so a field that is lost makes a test fail.
 OWN = Sampling(
     temperature=0.31, top_k=17, top_p=0.83, min_p=0.11, typical_p=0.97, repeat_penalty=1.13,
     repeat_last_n=33,

@@ -1,5 +1,7 @@
-"""Sampling is said once: every parameter of the engine's dataclass is a field of every generating
-body, within its range."""
+"""Sampling parameters are defined once.
+
+Every parameter of the engine's dataclass is a field of every generating body, with its range.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ NUMBERS = {
 @pytest.mark.parametrize("body", BODIES)
 def test_every_parameter_is_a_field_of_every_generating_body(body: type[BaseModel]) -> None:
     wanted = {f.name for f in fields(Sampling)}
-    # Ollama's options name no tokens by their ids.
+    # Ollama's options have no token ids.
     assert wanted - set(body.model_fields) <= ({"logit_bias"} if body is Options else set())
 
 

@@ -1,10 +1,9 @@
-"""JSON schemas: what is accepted is kept whatever the model would rather say, what can't be kept is
-refused by name.
+"""JSON schemas: an accepted schema is always satisfied, and an unsupported one is refused by name.
 
-The schemas are those of the public JSON-Schema-Test-Suite (draft 2020-12; source and licence in the
-file of cases). The generator is an adversary: random tokens the grammar allows, with a taste for
-the schema's own words and for single characters (escapes), steered to an end after forty.
-`LOCALLLM_GENERATIONS=8` makes that many answers per schema.
+The schemas are those of the public JSON-Schema-Test-Suite (draft 2020-12; source and licence in
+the file of cases). The generator is an adversary: it writes random tokens that the grammar
+allows. It prefers the schema's own words or single characters (escapes), and is steered to an
+end after forty tokens. `LOCALLLM_GENERATIONS=8` makes that many answers per schema.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from support.http_server import running_server
 CASES = json.loads(
     Path(__file__).with_name("test_schema_suite_cases.json").read_text(encoding="utf-8")
 )
-# Dead words of older drafts: llguidance passes over them.
+# Obsolete keywords of older drafts, which llguidance ignores.
 OLD = [
     ("divisibleBy", {"type": "number", "divisibleBy": 2}),
     ("disallow", {"disallow": "string"}),
     ("extends", {"properties": {"a": {"extends": {"type": "string"}}}}),
 ]
-# Those that are held; any other is an annotation.
+# The formats that are enforced. Any other format is an annotation.
 FORMATS = jsonschema.FormatChecker(["date", "email", "ipv4", "ipv6", "uuid"])
 PER_SCHEMA = int(os.environ.get("LOCALLLM_GENERATIONS", "1"))
 FREE_TOKENS, MAX_TOKENS = 40, 400
@@ -48,7 +47,7 @@ FREE_TOKENS, MAX_TOKENS = 40, 400
 def _exact_multiple(
     validator: Any, divisor: Any, value: Any, schema: Any
 ) -> Iterator[jsonschema.ValidationError]:
-    """multipleOf in decimal, as the text says it: in binary 2.102 is no multiple of 0.0001."""
+    """Check multipleOf with the decimal text: in binary, 2.102 is not a multiple of 0.0001."""
     if validator.is_type(value, "number") and Fraction(str(value)) % Fraction(str(divisor)):
         yield jsonschema.ValidationError(f"{value} is not a multiple of {divisor}")
 
@@ -59,7 +58,7 @@ Validator = jsonschema.validators.extend(
 
 
 class Adversary:
-    """Writes answers of random tokens under a constraint."""
+    """A generator of random answers under a constraint."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend, self.compile = backend, GrammarCompiler(backend)
@@ -85,7 +84,7 @@ class Adversary:
         return known.get(piece, -30.0 if not piece else 40.0 if piece[:1] in b"}]" else 0.0)
 
     def write(self, schema: Any, seed: int) -> str | None:
-        """One answer; None if it did not end."""
+        """Return one answer, or None if it did not end."""
         constraint = self.compile(("json_schema", json.dumps(schema)))
         rng = np.random.default_rng(seed)
         taste = np.zeros(self.n_vocab, dtype=np.float32)
@@ -128,11 +127,12 @@ def test_every_accepted_schema_is_kept(adversary: Adversary) -> None:
                 endless.append(case["name"])
                 continue
             written += 1
-            # A float has 53 bits; a multiple of many digits is exact only in decimal.
+            # A float has 53 bits. A multiple with many digits is exact only in decimal.
             number = Decimal if "multipleOf" in json.dumps(case["schema"]) else float
             problem = next(validator.iter_errors(json.loads(text, parse_float=number)), None)
             assert problem is None, (case["name"], text, problem.message)
-    # An endless one says nothing against the schema; many would say something against this test.
+    # One endless answer is no fault of the schema. Many would show that this test checks too
+    # little.
     assert len(endless) <= 0.03 * written, endless
     assert written >= 150 * PER_SCHEMA
 
@@ -201,7 +201,7 @@ def test_over_http_a_refusal_is_a_400_with_the_word(client: openai.OpenAI, word:
 
 @pytest.mark.long
 def test_the_real_model_keeps_twenty_of_them(client: openai.OpenAI) -> None:
-    """Small values only: the model must come to an end by itself."""
+    """These schemas allow only small values, because the model must end by itself."""
     kinds = (
         "const",
         "enum",

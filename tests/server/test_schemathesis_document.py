@@ -1,8 +1,9 @@
-"""Our OpenAPI document, taken at its word: requests made from it are never a 500, replies have the
-form it declares.
+"""Requests made from our OpenAPI document.
 
-`LOCALLLM_EXAMPLES=1000` asks for more requests per operation than every test run makes; the long
-lane also tries every boundary that a schema has, which are thousands.
+None causes a 500, and every reply has the declared format.
+
+`LOCALLLM_EXAMPLES=1000` sends more requests per operation than a normal test run. The long tests
+also try every boundary of a schema, which are thousands.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ document.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode
 
 
 def _test_of(label: str) -> Any:
-    """One test per operation, under a name of its own: pytest tells tests that run side by side
-    apart by their names."""
+    """Return the test of one operation, under its own name.
+
+    pytest distinguishes tests that run in parallel by their names.
+    """
 
     @document.include(name=label).parametrize()
     @hypothesis.settings(
@@ -60,7 +63,7 @@ def _test_of(label: str) -> Any:
                 checks.response_schema_conformance,
             ],
         )
-        # A toy tokenizer has no letters to decide by.
+        # The toy tokenizer has no tokens for the letters that a decision needs.
         assert reply.status_code < 500 or (
             reply.status_code == 501 and label == "POST /v1/systemone"
         )

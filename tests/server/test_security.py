@@ -1,5 +1,4 @@
-"""The security table of the classes of bugs other local servers had, each as a request that must
-not get through."""
+"""Requests that must fail: one for each class of bugs that other local servers had."""
 
 from __future__ import annotations
 
@@ -344,14 +343,16 @@ def test_a_hostile_template_gets_nothing_and_ends(source: str) -> None:
         said = str(e)
         assert "0x" not in said
     else:
-        assert said == ""  # the sandbox shows an unsafe attribute as nothing
+        assert said == ""  # the sandbox renders an unsafe attribute as an empty text
     assert "root:" not in said
     assert "uid=" not in said
 
 
 def test_no_mutated_request_is_a_500(http: httpx.Client) -> None:
-    """Random edits of real requests: wrong types, missing parts, odd values, on every dialect's
-    main route."""
+    """No random edit of a real request causes a 500.
+
+    The edits are wrong types, missing parts and odd values, on the main route of every dialect.
+    """
     rng = random.Random(int(os.environ.get("LOCALLLM_SEED", "20261121")))
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     seeds = {
@@ -398,7 +399,7 @@ def test_no_mutated_request_is_a_500(http: httpx.Client) -> None:
 
 
 def _mutate(value, rng: random.Random, odd: list) -> None:
-    """Replace, remove or add something somewhere inside `value`."""
+    """Replace, remove or add a value at a random depth of `value`."""
     while True:
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
         if not keys:
@@ -458,8 +459,10 @@ def test_a_unix_socket_only_its_owner_can_open(tmp_path: Path) -> None:
 
 
 def test_many_clients_that_leave_harm_nobody() -> None:
-    """A quarter of the clients leave in mid-answer; the others are answered, and the engine ends
-    with nothing running."""
+    """A quarter of the clients disconnect during their answer.
+
+    The others are answered, and in the end the engine runs no request.
+    """
     gate = Gate()
     engine = ScriptedEngine(
         script=lambda r: ["x"] * 20 if r.generation.max_tokens != 7 else ["x", gate, "y"]

@@ -15,7 +15,7 @@ from support.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
 HI = [{"role": "user", "content": "my-private-words"}]
-# Each row's door, and the tests that try it.
+# The tests of each row's way of access.
 TRIED: Mapping[str, tuple[str, ...]] = {
     "address": (
         "server/test_security.py::test_an_address_that_others_can_reach_gets_a_key",
@@ -129,7 +129,10 @@ def test_every_test_that_a_row_counts_on_is_there(named: str) -> None:
 
 
 def test_what_is_kept_is_never_listed() -> None:
-    """Responses are had by their ids alone, which nobody guesses."""
+    """Stored responses are never listed.
+
+    They are available only by their ids, which cannot be guessed.
+    """
     with (
         running_server({"tiny": ScriptedEngine()}) as server,
         httpx.Client(base_url=server.url, trust_env=False) as http,

@@ -1,4 +1,4 @@
-"""The machine is held awake while requests run, where it is a desktop, and only then."""
+"""A desktop stays awake while requests run, and only then."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_program_is_the_systems_own_and_only_on_desktops(
     assert bool(command) == bool(program)
 
 
-# Says that it holds, waits for the end of its input as `cat` does, and says that it let go.
+# Writes "held", waits for the end of its input like `cat`, and writes "let go".
 HOLD = (
     "import sys, pathlib as p; f = p.Path(sys.argv[1]); f.write_text('held'); sys.stdin.read(); "
     "f.write_text('let go')"

@@ -1,4 +1,4 @@
-"""What common slips are answered with: what happened, and what to do next."""
+"""Replies to common mistakes: they name the fault and the next step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hostile template costs its own model's requests a refusal, and nobody else anything."""
+"""A hostile template makes only the requests of its own model fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
 
 _ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-# As long for each letter as others for a page.
+# Each letter takes as long as a page does in other templates.
 _DEAR = (
     "{% for letter in messages[0].content %}{% for j in range(1500) %}{% endfor %}{% endfor %}"
     "{{ messages[0].content }}"
@@ -38,7 +38,7 @@ def test_others_are_answered_while_a_template_runs_on() -> None:
         ended = [r.json()["error"]["message"] for r in answers if r.status_code == 400]
         assert ended
         assert all("it takes more than" in message for message in ended)
-        # From now on it is kept apart from all others: they are done while it is at it.
+        # From now on the template runs in its own process, so other requests end before it does.
         again = people.submit(ask, "endless")
         assert all(ask("plain").is_success for _ in range(20))
         assert not again.done()
@@ -61,5 +61,5 @@ def test_a_short_conversation_is_written_while_a_long_one_is_slow() -> None:
             while not long.done():
                 assert ask("hi").is_success
                 answered += 1
-            assert long.result().status_code == 400  # more than the window holds
+            assert long.result().status_code == 400  # more than the context holds
             assert answered > 3

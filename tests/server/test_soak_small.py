@@ -1,7 +1,8 @@
-"""Many mixed requests at once on a real server and worker, clients that leave, and kills: each
-request has one end.
+"""Many mixed requests at once on a real server and worker, with disconnects and kills.
 
-The long version is `python -m benchmarks.soak`, whose mix and whose accounting these tests use.
+Each request ends exactly once.
+
+The long version is `python -m benchmarks.soak`. These tests use its mix and its accounting.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ REQUESTS = 60
 
 @pytest.fixture
 def server(smollm2: Path):
-    # A small window, few slots and a small cache: requests wait for each other and evict.
+    # With a small context, few slots and a small cache, requests wait for each other and evict.
     spec = LoadSpec(path=str(smollm2), n_ctx=2048, n_seq_max=6)
     supervisor = Supervisor(WorkerOptions(spec, engine={"cache_bytes": 40_000_000}))
     with running_server({"smollm2": supervisor}) as running:
@@ -58,7 +59,7 @@ def test_every_request_of_a_mix_with_disconnects_is_accounted_for(server: Runnin
         (e.end, e.ask.kind, e.why) for e in report.ends if e.end not in ("finished", "left")
     ] == []
     assert len(report.ends) == REQUESTS
-    assert report.count()["left"] >= 8  # the mix has 25 % of them, and some leave after the end
+    assert report.count()["left"] >= 8  # 25 % of the mix disconnect, some of them after the end
     assert report.left_running == 0
 
 

@@ -1,8 +1,9 @@
-"""Stop texts and the model's own markers, in reasoning, prose and code: every notation of calls, each
-chat dialect, with and without streaming.
+"""Stop texts and the model's own markers, in reasoning, prose and code.
 
-A stop text counts only in the answer. A marker of the reasoning counts only at the beginning of the
-answer. Everywhere else it is text.
+The tests cover every format of calls and each chat dialect, with and without streaming.
+
+A stop text counts only in the answer. A marker of the reasoning counts only at the beginning of
+the answer. Everywhere else it is text.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from support.scripted_engine import ScriptedEngine
 
 STOP = "STOPX"
 TOOL = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
-# The text before the reasoning's marker, before the answer, and after it, in formats that mark both.
+# For formats that mark reasoning and answer: the texts before the reasoning's marker, before the
+# answer, and after it.
 FRAMES = {
     "harmony": ("", "<|start|>assistant<|channel|>final<|message|>", "<|return|>"),
     "muse": ("", "<|start|>assistant to=user<|message|>", "<|eot|>"),
@@ -33,7 +35,7 @@ FRAMES = {
 
 @dataclass(frozen=True)
 class Model:
-    """A notation, and its markers of reasoning."""
+    """A format, and its markers of reasoning."""
 
     template: str
     opening: str
@@ -42,7 +44,7 @@ class Model:
     frame: tuple[str, str, str]
 
     def reply(self, reasoning: str, answer: str) -> str:
-        """A reply with reasoning, as a model of this notation writes it."""
+        """Return a reply with reasoning, as a model of this format writes it."""
         before, between, after = self.frame
         return f"{before}{self.opening}{reasoning}{self.closing}{between}{answer}{after}"
 
@@ -143,7 +145,7 @@ READERS = {
 
 
 def ask(server: Running, dialect: str, asked: dict[str, Any], stream: bool) -> tuple[str, str]:
-    """The answer and the reasoning."""
+    """Return the answer and the reasoning."""
     sent = {**asked, "stream": stream}
     reply = httpx.post(server.url + PATHS[dialect], json=sent, trust_env=False, timeout=60)
     assert reply.status_code == 200, reply.text

@@ -1,5 +1,4 @@
-"""Stored responses and their items: references to them, what they answered, and what can't be done
-with them."""
+"""Stored responses and their items: references to them, their input items, and invalid uses."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"q": "x"}}\n</tool_call>'
 
 
 def _part(text: str) -> list[dict[str, str]]:
-    """A sent text as it is stored: the SDK's types have parts."""
+    """Return a sent text in its stored form, with the parts that the SDK's types require."""
     return [{"type": "input_text", "text": text}]
 
 
@@ -47,8 +46,11 @@ def create(http: httpx.Client, given: Any, **more: Any) -> dict[str, Any]:
 
 
 def test_a_reference_stands_for_its_item(http: httpx.Client, engine: ScriptedEngine) -> None:
-    """As the AI SDK's OpenAI provider sends a tool loop: everything it got comes back as
-    references."""
+    """A reference is replaced by its item.
+
+    The AI SDK's OpenAI provider sends a tool loop this way: all items that it received are
+    references.
+    """
     first = create(http, "Look x up.")
     assert [item["type"] for item in first["output"]] == ["message", "function_call"]
     asked = {"role": "user", "content": "Look x up."}

@@ -1,5 +1,8 @@
-"""Streams of the other dialects: their events in order, their ends, their errors, and the whole
-reply equal to them."""
+"""Streams of the other dialects.
+
+The tests cover the order of events, their ends and their errors. A stream's text equals the
+complete reply.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def http(engine: ScriptedEngine, thinker: ScriptedEngine):
 
 
 def events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[tuple[str, Any]]:
-    """(event, data) of a stream; data parsed."""
+    """Return the (event, data) pairs of a stream, with parsed data."""
     found: list[tuple[str, Any]] = []
     with http.stream("POST", path, json={**body, "stream": True}) as r:
         assert r.status_code == 200, r.read()

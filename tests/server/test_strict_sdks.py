@@ -1,5 +1,7 @@
-"""The makers' own clients in their strict mode, which refuses an answer that is not what their types
-say, over every path of theirs."""
+"""The vendors' own clients in strict mode, over every path that they use.
+
+This mode rejects an answer that does not match the client's types.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ TOOL: Any = {"type": "function", "name": "look", "parameters": PARAMETERS, "stri
 
 
 def _script(request: Request) -> list[str]:
-    """Reasoning and an answer; a call where there are tools."""
+    """Write reasoning and an answer, and a call if the request has tools."""
     said = ["<think>hm</think>", "Hello", " world"]
     return [*said, CALL] if "look" in str(request.prompt) else said
 
@@ -70,7 +72,7 @@ def test_chats(client: openai.OpenAI, more: dict[str, Any]) -> None:
 
 def test_completions_and_lists(client: openai.OpenAI) -> None:
     assert client.completions.create(model="tiny", prompt="a", logprobs=2).choices[0].text
-    # Its type has no place for the null that OpenAI's own stream has until the end.
+    # Its type does not allow the null that OpenAI's own stream has until the end.
     loose = openai.OpenAI(base_url=client.base_url, api_key="x", max_retries=0)
     assert list(loose.completions.create(model="tiny", prompt="a", stream=True))
     assert [model.id for model in client.models.list()] == ["tiny"]

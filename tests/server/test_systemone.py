@@ -1,6 +1,8 @@
-"""Decisions at a real engine: one prefill of the state whatever the number of questions,
-probabilities that are the model's own, orders that cancel, temperatures that stay; by the API's
-official client too."""
+"""Decisions at a real engine.
+
+The state is prefilled once for any number of questions. Probabilities are the model's own, the
+order of options has no effect, and temperatures are stored. The API's official client works too.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +85,7 @@ def test_any_number_of_questions_costs_one_prefill_of_the_state(http: httpx.Clie
     }
     first = decide(http, state=state, questions=questions)["usage"]
     spent = prefilled(http) - before
-    # What the engine computed is what the receipt says: the state once, and a line or two for each
-    # question.
+    # The usage equals the tokens computed: the state once, and a line or two for each question.
     known = first["input_tokens_details"]["cached_tokens"]  # the template's own system prompt
     assert first["input_tokens_details"] == {"cached_tokens": known, "prefilled_tokens": spent}
     assert first["input_tokens"] == known + spent
@@ -113,7 +114,7 @@ def test_answers_have_the_form_of_their_question(http: httpx.Client) -> None:
     expected = urgency["probabilities"]["1"] + 2 * urgency["probabilities"]["2"]
     assert urgency["score"] == pytest.approx(expected)
     assert 0 <= urgency["confidence"] <= 1
-    # One option alone is certain.
+    # A single option has probability 1.
     one = decide(http, questions={"a": {"type": "score", "criteria": ["so"]}})["answers"]["a"]
     assert (one["score"], one["confidence"], one["probabilities"]) == (0, 1, {"0": 1})
 
@@ -170,7 +171,8 @@ def test_the_engine_tells_the_log_probability_of_any_token_by_name(few_layers: P
 def test_a_temperature_is_fitted_kept_and_can_be_overruled(http: httpx.Client) -> None:
     before = decide(http)
     assert before["temperature"] == 1
-    # Half of the answers are said to be wrong: nothing is more likely than to know nothing.
+    # Half of the example answers are labelled wrong, so the most likely calibration is no
+    # knowledge.
     examples = [
         {"state": f"Letter {i}.",
         "questions": {"a": {"type": "noul", "instructions": "Is it true?"}},
@@ -218,7 +220,7 @@ def test_what_can_not_be_asked_is_refused_by_its_name(
 
 
 def test_a_model_that_can_not_decide_says_so_by_501(tmp_path: Path) -> None:
-    # A tokenizer of bytes has no label of one token behind a space; an embedding model has no next
+    # A byte tokenizer has no label of one token after a space. An embedding model has no next
     # token.
     from localllm.server.models.router import ServedModel
 

@@ -1,6 +1,8 @@
-"""A service manager's SIGTERM goes to the whole process group: streams get their end, the worker
-writes what it knows, and what comes after the restart finds it. Whoever is left without a parent
-leaves too."""
+"""SIGTERM to the whole process group, as a service manager sends it.
+
+Streams end properly, the worker writes its KV to disk, and requests after the restart reuse it.
+A worker without its parent also ends.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ PROMPT = " ".join(f"Item {i} of the inventory is a lamp with {i * 7} lenses." fo
 
 @contextmanager
 def serving(model: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """`localllm serve` in a process group of its own, and a client of it."""
+    """Run `localllm serve` in its own process group, and yield it with a client."""
     command = [
         sys.executable,
         "-m",
@@ -70,7 +72,7 @@ def frames(reply: httpx.Response) -> Iterator[dict[str, object]]:
 
 
 def cached_of(client: httpx.Client) -> tuple[int, int]:
-    """(tokens found in the cache, tokens of the prompt)"""
+    """Return (cached tokens, prompt tokens)."""
     usage = client.post("/v1/completions", json={**ask(4), "stream": False}).json()["usage"]
     return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
 
@@ -97,8 +99,10 @@ def test_terminating_the_group_ends_streams_well_and_keeps_what_was_computed(
 def test_a_stream_that_is_not_waited_for_says_why_it_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """To its client; the log of a service that restarts gets a line of it, not the stack of forty
-    calls it was in."""
+    """A stream that is cut at shutdown tells its client the reason.
+
+    The log of a service that restarts gets one line, not a traceback of forty calls.
+    """
     monkeypatch.setattr(run, "GRACE_S", 1)
     never = Gate()
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -112,7 +116,7 @@ def test_a_stream_that_is_not_waited_for_says_why_it_ends(
         assert any("Hello" in line for line in lines)
         server.stop()
         rest = [line for line in lines if line.startswith("data: ")]
-    assert "503 server_busy: the server is stopping" in rest[0]  # words that make clients retry
+    assert "503 server_busy: the server is stopping" in rest[0]  # clients then retry
     assert rest[-1] == "data: [DONE]"
     assert [r.getMessage() for r in caplog.records if r.exc_info] == []
 
@@ -136,7 +140,7 @@ def test_a_worker_whose_server_is_killed_in_mid_answer_writes_and_leaves(few_lay
         ]
         with client.stream("POST", "/v1/completions", json=ask(1000)) as reply:
             next(frames(reply))
-            worker.send_signal(signal.SIGTERM)  # alone it changes nothing
+            worker.send_signal(signal.SIGTERM)  # by itself this signal has no effect
             process.kill()
         gone, _ = psutil.wait_procs([worker], timeout=60)
         assert gone
@@ -147,8 +151,10 @@ def test_a_worker_whose_server_is_killed_in_mid_answer_writes_and_leaves(few_lay
 
 @pytest.mark.long
 def test_a_worker_that_hangs_does_not_outlive_its_server(few_layers: Path) -> None:
-    """Stopped, as one that waits for something that never comes; it goes on when it can be spoken
-    to again."""
+    """A worker that hangs ends after its server has ended.
+
+    The worker is suspended, like one that waits forever, and resumes when it gets a signal.
+    """
     with serving(few_layers) as (process, _):
         [worker] = [
             p

@@ -1,5 +1,7 @@
-"""A limit on the reasoning reaches the engine from every dialect, in the words of the model's own
-template; and a real model's reasoning ends there."""
+"""A reasoning budget reaches the engine from every dialect.
+
+It uses the words of the model's own template, and a real model's reasoning ends there.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,7 @@ def test_minus_one_is_no_limit_and_nonsense_is_refused() -> None:
 
 
 class Thinker:
-    """An engine behind a template that thinks."""
+    """An engine with a template that reasons."""
 
     def __init__(self, path: Path, template: str) -> None:
         self._inner = Supervisor(WorkerOptions(LoadSpec(path=str(path), n_ctx=1024, n_seq_max=2)))
@@ -132,7 +134,7 @@ def test_a_models_reasoning_ends_at_the_budget_and_its_answer_follows(thinker: s
     assert free["message"]["reasoning_content"].startswith(thought)
     assert message["content"]
     assert "think>" not in message["content"]
-    # Those of the budget, and those of the marker itself, which this vocabulary spells in several.
+    # The tokens of the budget, and those of the marker, which this vocabulary splits into several.
     assert 20 <= held["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 28
 
 

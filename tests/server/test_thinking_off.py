@@ -1,5 +1,7 @@
-"""Thinking is switched off in the words of whoever made the model or the server, in every dialect,
-whatever its template knows of it; and it may be left out of the answer, or come as a summary."""
+"""Every common way to switch reasoning off works in every dialect, with any template.
+
+Reasoning may also be left out of the answer, or be returned as a summary.
+"""
 
 from __future__ import annotations
 

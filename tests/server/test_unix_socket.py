@@ -1,5 +1,7 @@
-"""The Unix socket: only its owner can open it, a dead one is replaced, a live one is not, and
-health answers."""
+"""The Unix socket.
+
+Only its owner can open it. A dead socket is replaced, and a live one is not. /health answers.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,14 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no 
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    """Short: a socket's path may have about a hundred bytes."""
+    """Yield a short path: a socket's path has at most about 100 bytes."""
     with tempfile.TemporaryDirectory(prefix="ll") as folder:
         yield Path(folder) / "s.sock"
 
 
 def test_it_answers_health_and_chat_over_the_socket_and_leaves_nothing_behind(path: Path) -> None:
     settings = ServerSettings(unix_socket=str(path)).secured()
-    assert settings.api_key is None  # the file's mode is the key
+    assert settings.api_key is None  # the file's permissions replace the key
 
     async def story() -> None:
         with listening(settings) as (socks, address):
@@ -94,7 +96,10 @@ def test_a_live_socket_that_is_too_busy_to_answer_stays(path: Path) -> None:
 
 
 def test_a_socket_of_another_kind_stays(path: Path) -> None:
-    """A syslog's or a desktop's: nobody can connect to it as to ours, and it is alive."""
+    """A live socket of another type stays.
+
+    It may belong to syslog or to a desktop, and accepts no stream connections.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as foreign:
         foreign.bind(str(path))
         with pytest.raises(UsageError, match="another type of socket"):

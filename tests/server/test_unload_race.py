@@ -1,5 +1,7 @@
-"""Models that unload while requests come: every request is answered, and no engine goes while
-somebody uses it."""
+"""Models that unload while requests arrive.
+
+Every request is answered, and no engine is closed while a request uses it.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,10 @@ ASKS = [
 
 
 class _Fragile(ScriptedEngine):
-    """An engine that gives the loop a turn at every step, and notices who uses it once it is
-    closed."""
+    """An engine that yields to the event loop at every step.
+
+    It records which methods are called after it is closed.
+    """
 
     def __init__(self) -> None:
         super().__init__(["a", "b", "c"])
@@ -69,7 +73,7 @@ class _Fragile(ScriptedEngine):
 
 
 class _Reloading:
-    """A Host that makes a new engine after each close."""
+    """A host that makes a new engine after each close."""
 
     def __init__(self) -> None:
         self.engines: list[_Fragile] = []

@@ -1,5 +1,7 @@
-"""A model that runs in another server: one of ours behind one of ours. What is handed on comes back
-as it is."""
+"""A model that runs on another server: one of our servers as the upstream of another.
+
+Forwarded requests get the same replies.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def both(behind: Running) -> Iterator[tuple[httpx.Client, httpx.Client]]:
 
 
 def alike(text: str) -> str:
-    """An answer without what differs each time: ids, times, and how long it took."""
+    """Remove the values that differ each time: ids, times and durations."""
     text = re.sub(
         r'"((?:chatcmpl|cmpl|call|fc|resp|embd|msg|toolu|rs|item|req)[-_])[0-9A-Za-z_-]+"',
         r'"\1"',
@@ -78,7 +80,7 @@ def alike(text: str) -> str:
     )
 
 
-# Every row in the long run, each sixth always.
+# The long run tests every row, and a normal run each sixth.
 ALL = [
     pytest.param(r, marks=[pytest.mark.long] if i % 6 else [], id=f"{r.path}: {r.name}"[:90])
     for i, r in enumerate(ROWS)
@@ -89,8 +91,11 @@ ALL = [
 def test_the_tables_rows_are_answered_alike(
     row: Row, both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine
 ) -> None:
-    """Each row of the endpoint's own table, directly and through the upstream: the same status,
-    body and notes, and what the row says of the answer and of what reached the engine is so."""
+    """Each row of the conformance table is answered alike, directly and through the upstream.
+
+    Status, body and notes are the same. The row's check of the answer and of the engine's
+    request holds.
+    """
     body = {"model": "tiny", **row.body} if isinstance(row.body, dict) else row.body
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     answers = []
@@ -190,7 +195,7 @@ def test_local_first_and_a_spill_only_where_it_is_said(
             httpx.Client(base_url=running.url, trust_env=False) as http,
         ):
             with http.stream("POST", "/v1/chat/completions", json=body) as first:
-                lines = first.iter_lines()  # kept: one that is let go closes the answer
+                lines = first.iter_lines()  # a deleted iterator closes the answer
                 assert any("here" in line for line in lines)
                 with http.stream("POST", "/v1/chat/completions", json=body) as second:
                     assert [a.headers.get("x-localllm-ran-on") for a in (first, second)] == places
@@ -209,7 +214,10 @@ def test_one_that_is_not_there() -> None:
 
 
 def breaking_off(said: bytes) -> tuple[socket.socket, threading.Thread]:
-    """A server that begins to answer one request with a stream that says `said`, and is gone."""
+    """Start a server that breaks off its answer.
+
+    It sends the head of a stream and `said` to one request, and closes.
+    """
     listening = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:

@@ -1,5 +1,4 @@
-"""`usage` says how much of an answer was reasoning, and what became of our drafts, in every dialect
-that has a place."""
+"""`usage` reports reasoning tokens and drafts in every dialect with fields for them."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def http(engine: ScriptedEngine) -> Iterator[httpx.Client]:
 
 
 def test_reasoning_is_counted_in_chat_and_responses(http: httpx.Client) -> None:
-    # A token is a byte here: "four more</think>" is read while the model reasons.
+    # A token is a byte here, and the model starts in reasoning, so "four more</think>" is counted.
     chat = http.post("/v1/chat/completions", json={"messages": HI}).json()
     details = chat["usage"]["completion_tokens_details"]
     assert details["reasoning_tokens"] == len("four more</think>")
@@ -71,8 +70,10 @@ def test_a_plain_answer_has_none(http: httpx.Client, engine: ScriptedEngine) -> 
 
 
 def test_schema_tools_and_reasoning_together(http: httpx.Client, engine: ScriptedEngine) -> None:
-    """The reasoning is free, then one grammar allows the schema's answer or a call; nothing is
-    constrained twice."""
+    """Reasoning is unconstrained. Then one grammar allows the schema's answer or a call.
+
+    No text is constrained twice.
+    """
     engine.info = ScriptedEngine(chat_template=OPENED).info
     call = '<tool_call>\n{"name": "look", "arguments": {}}'
     engine.script = ["hm</think>", call]

@@ -21,7 +21,8 @@ from localllm.server.http.connections import Connection
 
 
 def dotted(node: ast.AST) -> list[str]:
-    """The names of `self.cycle.done` or `super().closed`, without their first; [] for others."""
+    """Return the names of `self.cycle.done` or `super().closed` without the first, or [] for
+    others."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.insert(0, node.attr)
@@ -32,7 +33,8 @@ def dotted(node: ast.AST) -> list[str]:
 
 
 def used_members(kind: type) -> Iterator[list[str]]:
-    """The members of its base class that `kind` uses: those that it does not define itself."""
+    """Yield the members of its base class that `kind` uses: those that it does not define
+    itself."""
     own = {*vars(kind), *inspect.get_annotations(kind)}
     for node in ast.walk(ast.parse(inspect.getsource(kind))):
         names = dotted(node)
@@ -54,11 +56,12 @@ def missing_members(example: object, used: Iterator[list[str]]) -> set[str]:
 
 
 async def answer_nothing(scope: Any, receive: Any, send: Any) -> None:
-    """An ASGI application for a request that nobody waits for."""
+    """An ASGI application that sends no reply."""
 
 
 async def protocol_with_a_request() -> H11Protocol:
-    """uvicorn's protocol on a real connection, with a request, so that its `cycle` is set."""
+    """Return uvicorn's protocol on a real connection, with a request, so that its `cycle` is
+    set."""
     config = uvicorn.Config(answer_nothing, ws="none", lifespan="off", log_config=None)
     config.load()
     protocol = H11Protocol(config, ServerState(), {})

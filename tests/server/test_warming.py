@@ -1,5 +1,8 @@
-"""Instructions that are prefilled before the first question: those of a file, and those that each
-client sent last. A request stops the prefill at once."""
+"""Instructions that are prefilled before the first question.
+
+They are those of a file, and those that each client sent last. A request stops the prefill at
+once.
+"""
 
 from __future__ import annotations
 

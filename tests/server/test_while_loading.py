@@ -1,5 +1,8 @@
-"""While a model loads: the server answers about itself at once, requests wait and are answered, a
-failure is told."""
+"""Requests while a model loads.
+
+The server answers questions about itself at once. Other requests wait and are answered, or get
+the load's error.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,7 @@ HI = [{"role": "user", "content": "Say hi"}]
 
 
 class Gate:
-    """Stands before a real load: asked how much memory there is, it answers when the test opens
-    it."""
+    """A replacement for the memory query before a real load. It blocks until the test opens it."""
 
     def __init__(self) -> None:
         self.asked, self._open = threading.Event(), threading.Event()
@@ -83,7 +85,7 @@ def test_it_answers_about_itself_and_requests_wait(
         body = {"model": "slow", "messages": HI, "max_tokens": 4, "temperature": 0}
         whole = pool.submit(http.post, "/v1/chat/completions", json=body)
         again = pool.submit(http.post, "/v1/chat/completions", json=body)
-        # Another model is served meanwhile.
+        # Another model is served while this one loads.
         other = {"model": "quick", "prompt": "a", "max_tokens": 2, "ignore_eos": True}
         assert http.post("/v1/completions", json=other).json()["usage"]["completion_tokens"] == 2
         assert not whole.done()
@@ -119,7 +121,7 @@ def test_a_load_that_fails_is_told_and_others_are_served(
         body = {"model": "broken", "messages": HI, "max_tokens": 1}
         waiting = pool.submit(http.post, "/v1/chat/completions", json=body)
         streaming = pool.submit(http.post, "/v1/chat/completions", json={**body, "stream": True})
-        # Both wait now: whatever comes of the load is theirs.
+        # Both requests wait now, so both get the result of the load.
         until(lambda: models[0].worker.in_use >= 3)
         gate.open()
         assert waiting.result().status_code == 422
@@ -161,7 +163,7 @@ def test_a_load_nobody_waits_for_any_more_is_given_up(smollm2: Path, gate: Gate)
 
 
 class HalfLoaded:
-    """A Host whose load stands at 43 %."""
+    """A host whose load is at 43 %."""
 
     def __init__(self) -> None:
         self.loading = LoadProgress()
@@ -171,7 +173,7 @@ class HalfLoaded:
         await asyncio.Event().wait()
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 @pytest.mark.parametrize(

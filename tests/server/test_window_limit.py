@@ -1,5 +1,8 @@
-"""`max_tokens` above what the window has left: a limit, never an error, also where the server
-itself puts text into the answer (the lead of a call, a forced call, the end of a thought)."""
+"""`max_tokens` above the rest of the context is a limit, never an error.
+
+This also holds if the server itself adds text to the answer: the lead of a call, a forced call,
+or the end of the reasoning.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ def test_an_answer_behind_reasoning() -> None:
     "room", [1, 5, 10, 11, 12, 13, 14, 30, len(CALL) - 13, len(CALL) - 12, len(CALL), len(CALL) + 2]
 )
 def test_a_window_that_ends_in_the_middle_cuts_the_answer(room: int) -> None:
-    """Whatever the place: the lead or a word may be what does not fit any more."""
+    """The context may end at any place, in the lead of the call or in a word."""
     prompt = "Write.<tool_call>"
     engine = ScriptedEngine([CALL], chat_template=TEMPLATE, n_ctx=len(prompt) + room)
     body = BODIES["/v1/chat/completions"]

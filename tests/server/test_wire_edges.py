@@ -1,5 +1,7 @@
-"""Targets, empty lines, envelopes of refusals and field names, as the specifications and other
-servers have them."""
+"""Request targets, empty lines, error envelopes and field names.
+
+They follow the specifications and other servers.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +157,7 @@ BEHIND = [
 
 
 def _asked(port: int, path: str, more: dict[str, Any]) -> socket.socket:
-    """A connection on which a whole request was sent, and the sending half closed."""
+    """Return a connection on which a complete request was sent and the sending side closed."""
     body = json.dumps(
         {"model": "m", "messages": [{"role": "user", "content": "hi"}], **more}
     ).encode()
@@ -199,9 +201,12 @@ def test_a_client_that_leaves_behind_that_is_gone(
 
 @pytest.mark.parametrize(("version", "size"), [("1.0", 9), ("1.1", 120_000)])
 def test_a_stream_is_whole_to_a_client_that_reads_late(version: str, size: int) -> None:
-    """What the system takes no more of waits, and what comes behind it does not overtake it."""
+    """A client that reads late gets the whole stream in order.
+
+    Data that the system's buffers cannot take waits, and later data does not overtake it.
+    """
     gates = [Gate() for _ in range(4)]
-    # The scripted engine takes a step for each byte, and JSON writes this character as six.
+    # The scripted engine takes a step for each byte, and JSON writes this character with six.
     pieces = [f"{i}" + "\x01" * (size if i % 2 else 3) for i in range(16)]
     script = [
         *pieces[:4],
