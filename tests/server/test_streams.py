@@ -149,7 +149,8 @@ def test_anthropic_events_in_order(http: httpx.Client, engine: ScriptedEngine) -
         "max_tokens": 500,
         "tools": [{"name": "look", "input_schema": {"type": "object"}}],
     }
-    seen = events(http, "/v1/messages", body)
+    # Pings may come at any time on a busy machine.
+    seen = [event for event in events(http, "/v1/messages", body) if event[0] != "ping"]
     assert [n for n, _ in seen if n != "content_block_delta"] == [
         "message_start", "content_block_start", "content_block_stop", "content_block_start",
         "content_block_stop",
