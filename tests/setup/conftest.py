@@ -1,4 +1,4 @@
-"""What is the same for every build that is tried: the processor's answer with the installed one."""
+"""The reference answer of the installed build on the processor, computed once for all tests."""
 
 from __future__ import annotations
 
@@ -22,5 +22,6 @@ def _answer(model: Path) -> build_check.ReferenceAnswer | str:
 
 @pytest.fixture(autouse=True)
 def asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of its own computes it, as ever: the first time."""
+    """Cache the reference answer. The first call computes it in its own process, as the product
+    does."""
     monkeypatch.setattr(build_check, "reference", lambda model, _environment, **_: _answer(model))

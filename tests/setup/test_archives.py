@@ -1,4 +1,4 @@
-"""Archives are unpacked into one folder, libraries only, whatever names they hold."""
+"""Archives are unpacked into one folder: only libraries, for any names in the archive."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_zip_of_windows_libraries_is_unpacked_flat(tmp_path: Path) -> None:
 
 
 def test_the_glibc_that_a_library_needs_is_read_from_it() -> None:
-    """Of the wheel that runs here: not newer than this system's."""
+    """The installed wheel needs a glibc that is no newer than this system's."""
     folder = llama_cpp_folder()
     assert folder is not None
     needs = archives.glibc_of(folder / "libllama.so")

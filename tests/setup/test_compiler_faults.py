@@ -1,4 +1,5 @@
-"""What compiler_faults.cmake changes in a build of llama.cpp, with this machine's own compiler."""
+"""The changes that compiler_faults.cmake makes to a build of llama.cpp, with this machine's
+compiler."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 from localllm.setup.host import BuildHost
 from localllm.setup.steps import COMPILER_FAULTS, from_source
 
-# Loads a tile configuration as ggml does. The number of rows is the 48th of its 64 bytes.
+# Load a tile configuration as ggml does. The number of rows is the 48th of its 64 bytes.
 _TILES = """
 #include <immintrin.h>
 void load() {
@@ -44,7 +45,7 @@ needs_gcc = pytest.mark.skipif(
 
 
 def compiles_amx_right(folder: Path) -> bool:
-    """Whether g++ stores all of a tile configuration before it is loaded."""
+    """Return whether g++ stores the whole tile configuration before it is loaded."""
     (folder / "tiles.cpp").write_text(_TILES)
     done = subprocess.run(
         ["g++", "-O2", "-mamx-tile", "-S", "-o", "-", "tiles.cpp"],

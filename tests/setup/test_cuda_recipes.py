@@ -1,4 +1,4 @@
-"""NVIDIA's builds: the wheel or compiler that has code of every card, by the driver, the system's
+"""NVIDIA builds: a wheel or compiler with code for every card, chosen by the driver, the system's
 compiler and its C library."""
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def card(capability: str) -> Device:
 
 
 def found(device: Device, host: BuildHost | None = None, backend: str = "") -> list[BuildRecipe]:
-    """The whole chain, in order."""
+    """Return all recipes of the chain, in order."""
     (recipe,) = recipes.recipes_for(device, host or assumed(device), backend)
     return [recipe, *recipe.otherwise]
 
 
 def index(recipe: BuildRecipe) -> str:
-    """The wheel's index, or "compiled"."""
+    """Return the wheel's index, or "compiled"."""
     pip = recipe.steps[-1].pip
     return (
         pip[pip.index("--index-url") + 1].rpartition("/")[2] if "--index-url" in pip else "compiled"
@@ -116,8 +116,8 @@ def test_a_system_compiler_that_can_not_compile_here_is_left_out_and_said(
 
 
 def test_what_the_packaged_compiler_takes_is_what_its_headers_say() -> None:
-    """Recorded from the nvidia-cuda-crt packages of each version: the newest GCC, and whether rsqrt
-    is told as glibc 2.42 tells it."""
+    """The recorded facts of the nvidia-cuda-crt packages are used: the newest GCC of each version,
+    and whether its declaration of rsqrt matches glibc 2.42."""
     recorded = re.findall(
         r"(?m)^([0-9]+)\.([0-9]+)\S* gcc ([0-9]+) glibc-2.42 "
         r"(yes|no)$",
@@ -220,8 +220,8 @@ def test_windows_takes_wheels_and_vulkan_and_never_linux_names(capability: str, 
 def test_whatever_the_card_driver_and_system_the_chain_can_run_there_or_says_what_it_needs() -> (
     None
 ):
-    """Every pair of facts: no wheel newer than the driver, none without code of the card, no
-    packaged compiler but on Linux."""
+    """For every pair of facts, no wheel is newer than the driver or lacks code for the card. The
+    packaged compiler is used only on Linux."""
     numbers = [
         "5.0",
         "6.1",
@@ -286,7 +286,7 @@ def test_cards_of_several_generations_are_all_compiled_for(name: str, expected: 
     chain = found(resolve(name))
     assert architectures(chain[0]) == expected
     assert chain[0].name == f"cuda-{re.sub('a?-real', '', expected).replace(';', '-')}"
-    # And the wheel that follows runs on each: as code, or from its PTX.
+    # The wheel that follows runs on each card, with native code or from its PTX.
     (wheel,) = (w for w in cuda.WHEELS if w.index == index(chain[1]))
     assert all(map(wheel.runs_on, cuda.capabilities(resolve(name))))
 
@@ -296,8 +296,8 @@ def test_cards_of_several_generations_are_all_compiled_for(name: str, expected: 
     [
         ("rtx 3060 + rtx 4090", None, "cu130"),
         ("gtx 1080 ti + rtx 3090", None, "cu125"),
-        # Nothing compiles for both but CUDA 12.8 and 12.9; CUDA 12's wheel has code of the one and
-        # PTX for the other.
+        # Only CUDA 12.8 and 12.9 compile for both. CUDA 12's wheel has native code for one and PTX
+        # for the other.
         ("gtx 1080 ti + rtx 5090", None, "cu125"),
         ("gtx 1080 ti + rtx 5090", (12, 9), "compiled"),
         ("gtx 1080 ti + rtx 5090", (13, 4), "cu125"),
@@ -325,7 +325,8 @@ def test_any_two_cards_get_a_build_that_runs_on_both() -> None:
 
 
 def test_a_gpu_that_only_its_driver_knows_gets_the_wheel_when_asked_for() -> None:
-    """A slice that does not say its size leaves a machine that is planned for as its processor."""
+    """A GPU slice of unknown size is planned as a machine without a GPU. The CUDA wheel is still
+    available on request."""
     unplanned = replace(resolve("rtx 3090"), accelerator="cpu", compute_capability="")
     (recipe,) = recipes.recipes_for(
         unplanned, replace(assumed(unplanned), cuda_driver=(13, 1)), "cuda"

@@ -1,5 +1,5 @@
-"""What a machine has to build with is read from its own programs and libraries: stubs that answer
-as the real ones do."""
+"""The build tools of a machine are read from its programs and libraries: stubs that answer as the
+real ones do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_compilers_are_asked_for_their_versions(
     here = host.read(("cuda",))
     assert (here.nvcc, here.nvcc_path) == ((12, 9), str(tmp_path / "nvcc"))
     assert (here.gcc, here.cxx) == (15, True)
-    # What nvcc is told to take is what counts: Arch names an older one.
+    # The compiler that nvcc is told to use counts: Arch sets an older one.
     monkeypatch.setenv("NVCC_CCBIN", str(tmp_path / "g++-14"))
     assert host.read(("cuda",)).gcc == 14
 
@@ -50,7 +50,7 @@ def test_the_compilers_libraries_are_found_beside_it_and_nowhere_else(
     for name in ("libcudart.so.12", "libcublas.so.12"):
         (folder / name).write_text("")
     assert host.read(()).cuda_libraries == str(folder)
-    # As Debian has it: a link in /usr/bin.
+    # Debian has a link in /usr/bin.
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").symlink_to(tmp_path / "cuda" / "bin" / "nvcc")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")

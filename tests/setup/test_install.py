@@ -1,5 +1,5 @@
-"""A build is made beside the others, tried, and kept or taken back: on the real engine, whole or
-doctored."""
+"""A build is made next to the others, tried, and kept or removed. The engine is real, intact or
+modified."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ Doctor = Callable[[Path], None]
 
 
 def whole(_: Path) -> None:
-    """The installed build as it is."""
+    """Leave the installed build unchanged."""
 
 
 def symbol_missing(package: Path) -> None:
-    """A libllama of another release: what the bindings look for is not in it."""
+    """Replace libllama by a library that lacks the symbols of the bindings, as another release
+    would."""
     (package / "lib" / "libllama.so").unlink()
     (package / "lib" / "libllama.so").symlink_to((package / "lib" / "libggml-base.so").resolve())
 
 
 def device_lost(package: Path) -> None:
-    """What CUDA does where the GPU fell off the bus: the process aborts in the middle of a step."""
+    """Abort the process in the middle of a step, as CUDA does if the GPU is lost."""
     put_in_front(
         package,
         """
@@ -57,7 +58,8 @@ def device_lost(package: Path) -> None:
 
 
 def wrong_tokens(package: Path) -> None:
-    """A kernel that reads the wrong row: it runs, and computes nonsense."""
+    """Read the wrong token row, as a faulty kernel would: the build runs but its output is
+    wrong."""
     put_in_front(
         package,
         """
@@ -74,7 +76,8 @@ def wrong_tokens(package: Path) -> None:
 
 
 def installer(doctor: Doctor, code: int = 0) -> install.Run:
-    """In pip's place: puts the installed package, doctored, where pip was told to."""
+    """Return a replacement for pip that copies the installed package to pip's target and modifies
+    it."""
 
     def run(command: list[str], environment: Mapping[str, str], log: Path) -> int:
         target = Path(command[command.index("--target") + 1])
@@ -100,7 +103,7 @@ def installer(doctor: Doctor, code: int = 0) -> install.Run:
 
 
 def finished() -> builds.Build:
-    """A build that was made some time ago, as far as the books know."""
+    """Record a build that was finished earlier."""
     build = builds.Build("cpu", "cpu", "an older one", "0.3.36", "2026-01-01")
     (build.folder / "site" / "llama_cpp").mkdir(parents=True)
     builds.finish(build)
@@ -346,7 +349,8 @@ def test_the_cuda_packages_get_the_names_that_linking_asks_for(tmp_path: Path) -
 def test_a_recipe_that_fails_is_followed_by_the_next_and_each_reason_is_said(
     tiny_model: Path,
 ) -> None:
-    """A wheel that crashes, a compiler that is missing, then one that works."""
+    """A wheel that crashes and a missing compiler are skipped with their reasons, and the next
+    recipe is used."""
     said: list[str] = []
     broken = replace(CPU, name="broken", title="a wheel")
     lacking = replace(
@@ -366,7 +370,7 @@ def test_a_recipe_that_fails_is_followed_by_the_next_and_each_reason_is_said(
     assert "SIGABRT" in told
     assert "a C++ compiler" in told
     assert "because it is the next" in told
-    # What is there goes first: nothing is fetched and tried a second time.
+    # An existing build is tried first, so no other is downloaded or tried again.
     assert chain.choose_build(recipe, HOST, tiny_model, said.append, run=lambda *_: 1) == "works"
     assert "--again" in said[-1]
     assert "a wheel" in said[-1]

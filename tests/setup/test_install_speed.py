@@ -1,4 +1,5 @@
-"""A build takes the processor's part that was compiled here, and is not taken if it is slower."""
+"""A build uses the processor library that was compiled here, and is rejected if it is slower than
+the build before."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from support.native_library import put_in_front
 
 
 def runs_with_its_own_part_alone(package: Path) -> None:
-    """A build that another's processor part is no good in."""
+    """Abort if the processor library of another build replaces this build's own."""
     part = package / "lib" / "libggml-cpu.so"
     put_in_front(
         package,
@@ -40,7 +41,7 @@ def test_a_ready_made_build_computes_with_the_processors_part_that_was_compiled_
     build = make(whole, tiny_model, WHEEL)
     libraries = processor_libraries(build)
     assert libraries
-    # The wheel's, which are links in this test, stand aside.
+    # The wheel's own libraries, which are links in this test, are moved aside.
     assert not any(library.is_symlink() for library in libraries)
     assert all(library.read_bytes() == libraries[0].read_bytes() for library in libraries)
 
@@ -53,7 +54,7 @@ def test_where_that_does_not_go_the_wheels_own_part_stays(doctor: Doctor, tiny_m
 
 
 def turns_take(seconds: float) -> Doctor:
-    """A build whose turns take that long, at every step."""
+    """Return a change that delays every step of a build by `seconds`."""
 
     def doctor(package: Path) -> None:
         put_in_front(
@@ -85,8 +86,8 @@ def turns_take(seconds: float) -> Doctor:
 def test_a_build_that_is_slower_than_the_one_before_is_taken_only_when_asked_for(
     before: float, now: float, accepts: bool, taken: bool, tiny_model: Path
 ) -> None:
-    """Measured side by side in one trial. The build before counts as an accelerated one here: a
-    processor's is no measure."""
+    """One trial measures both builds. The previous build counts as an accelerated one here, because
+    the speed of a processor build is not compared."""
     old = builds.Build("cpu", "vulkan", "the one before", HOST.version, "2026-01-01")
     log = paths.private_dir(paths.log_dir()) / "before.log"
     installer(turns_take(before))(["--target", str(old.folder / "site")], {}, log)

@@ -1,5 +1,5 @@
-"""Packages are installed where there is no pip, and a first setup finds or names a Python: real
-environments, stub programs."""
+"""Packages are installed without pip, and a first setup finds or names a Python. The environments
+are real, the programs are stubs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _ASK = (
 
 @pytest.fixture
 def without_pip(tmp_path: Path) -> Path:
-    """An environment as `uv tool install` makes it; our package is found in it, pip is not."""
+    """An environment as `uv tool install` makes it: our package is importable, pip is not
+    installed."""
     folder = tmp_path / "tool"
     venv.create(folder, with_pip=False, symlinks=True)
     (site,) = (folder / "lib").glob("python*/site-packages")
@@ -29,7 +30,7 @@ def without_pip(tmp_path: Path) -> Path:
 
 
 def stub(folder: Path, name: str, script: str) -> Path:
-    """A program in `folder` that writes down what it was asked, then does `script`."""
+    """Write a program to `folder` that records its arguments and then runs `script`."""
     folder.mkdir(exist_ok=True)
     program = folder / name
     program.write_text(f'#!/bin/sh\necho "$@" >> "{folder}/{name}.asked"\n{script}\n')
@@ -61,7 +62,7 @@ def test_uv_installs_into_an_environment_without_pip(
 @pytest.mark.long
 def test_without_uv_python_brings_its_pip(without_pip: Path, tmp_path: Path) -> None:
     done = asked(without_pip, "/nowhere", tmp_path)
-    if done.returncode:  # Debian's Python leaves ensurepip out without python3-venv
+    if done.returncode:  # Debian's Python lacks ensurepip without python3-venv
         assert "python3-venv" in done.stderr
         return
     assert done.stdout.split("\n")[:3] == [str(without_pip), "-m", "pip"]
@@ -82,8 +83,8 @@ OLD = 'case "$1" in -c) exit 1;; --version) echo "Python 3.9.6";; esac'
 
 
 def make(target: str, path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`make` on a machine whose programs are those of `path` and the system's tools, but for its
-    Pythons."""
+    """Run `make` with a PATH that has only the programs in `path` and the system's tools, without
+    its Pythons."""
     tools = path / "tools"
     tools.mkdir()
     names = "sh make sed sleep date getconf kill touch awk mkdir dirname cat mktemp rm df"

@@ -1,5 +1,5 @@
-"""Which build suits which machine: the whole of `setup --dry-run` on every recorded machine, and
-the choices behind it."""
+"""The build for each machine: the full output of `setup --dry-run` for every recorded machine, and
+the rules behind it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from localllm.setup.host import BuildHost, Version, assumed
 GOLDEN = Path(__file__).parent / "dry_runs.txt"
 
 
-# Machines that matter to what is built, beside those of tests/device.
+# Machines that matter for builds, in addition to those of tests/device.
 MORE = Path(__file__).parent / "recorded" / "machines"
 MACHINES = [
     *((recordings.FOLDER, name) for name in recordings.names()),
@@ -53,9 +53,9 @@ def dry_run(folder: Path, name: str) -> str:
 
 
 def test_every_recorded_machine_gets_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`LOCALLLM_WRITE_GOLDEN=1` writes the file anew: read the difference before it is
-    committed."""
-    # What the planner predicts moves with every fit of it.
+    """The dry run of every recorded machine matches the golden file. `LOCALLLM_WRITE_GOLDEN=1`
+    rewrites the file: read the difference before committing it."""
+    # The planner's predictions change with each fit, so they are replaced.
     monkeypatch.setattr(
         engine_builds, "preferred", lambda _: steps.Preferred("vulkan", "it is as fast as ROCm")
     )
@@ -122,7 +122,7 @@ def test_an_installed_build_that_drives_the_gpu_is_kept_unless_a_backend_is_name
     host = replace(assumed(card), own_backends=("cuda",))
     assert recipes.recipes_for(card, host)[0].name == "own"
     assert recipes.recipes_for(card, host, "cuda")[0].name == "cuda"
-    # One that was made for older parts would have no code for this one.
+    # A llama.cpp built for older GPUs has no code for this one.
     new = resolve("rtx 5090")
     assert (
         recipes.recipes_for(new, replace(assumed(new), own_backends=("cuda",)))[0].name
@@ -148,8 +148,8 @@ def test_a_backend_that_the_machine_has_no_gpu_for_is_refused(name: str, backend
 
 
 def test_vulkan_is_never_refused_for_want_of_a_row_in_the_table() -> None:
-    """A card that no probe knows leaves a machine that looks like its processor: its trial says
-    what is there."""
+    """A card that no probe knows makes the machine look like its processor alone. Vulkan is still
+    offered, and its trial finds the card."""
     unknown = identify(recordings.load("cpu_only_vm"))
     (recipe,) = recipes.recipes_for(unknown, assumed(unknown), "vulkan")
     assert (recipe.backend, recipe.steps[0].pip[0]) == ("vulkan", "install")
@@ -186,14 +186,14 @@ def test_what_rocm_needs_is_said_before_a_gigabyte_is_fetched(
     else:
         told = " ".join((*recipe.needs, *recipe.notes))
     assert said in told
-    # And where it would have been the faster one, Vulkan says why it is not taken.
+    # If Vulkan would be faster, its recipe gives the reason too.
     (instead,) = recipes.recipes_for(radeon, host, "", steps.Preferred("rocm", "it is faster"))
     assert said in " ".join((*instead.needs, *instead.notes))
 
 
 def test_a_driver_that_does_not_answer_is_said_and_not_taken_for_a_machine_without_a_gpu() -> None:
-    """NVML after an update of the driver without a restart: the card is on the bus, and nobody
-    speaks for it."""
+    """After a driver update without a restart, NVML fails. The card is on the bus, and `setup`
+    reports that its driver does not answer."""
     readings = recordings.load("cpu_only_vm")
     card = "/sys/bus/pci/devices/0000:01:00.0"
     broken = identify(

@@ -35,12 +35,12 @@ from setup.release_server import TAG, Releases, running
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the archive holds Linux libraries")
 ARCHITECTURE = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), "x64")
 ARCHIVE = f"llama-{TAG}-bin-ubuntu-{ARCHITECTURE}.tar.gz"
-# Where llama.cpp's source has the headers of its libraries.
+# The folders of the headers in llama.cpp's source.
 HEADERS = {"llama": "include", "ggml": "ggml/include", "gguf": "ggml/include", "mtmd": "tools/mtmd"}
 
 
 def headers() -> dict[str, bytes]:
-    """The installed headers at their places in the source, with files that are not wanted."""
+    """Return the installed headers at their paths in the source, with some unwanted files."""
     installed = llama_cpp_folder()
     assert installed is not None
     found = {"tools/mtmd/clip.cpp": b"", "include/llama-cpp.h": b""}
@@ -52,7 +52,8 @@ def headers() -> dict[str, bytes]:
 
 
 def packed() -> bytes:
-    """The wheel's libraries, packed as llama.cpp's releases are: one file and links to it."""
+    """Pack the wheel's libraries as llama.cpp's releases do: one file per library, and links to
+    it."""
     folder = llama_cpp_folder()
     assert folder is not None
     out = io.BytesIO()
@@ -218,7 +219,7 @@ def test_an_archive_for_a_newer_system_is_refused_before_its_trial(
 
 
 def broken() -> bytes:
-    """An archive whose library can't be loaded."""
+    """Return an archive whose library can't be loaded."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as archive:
         info = tarfile.TarInfo("libllama.so")
@@ -240,7 +241,8 @@ def test_a_release_that_fails_its_trial_is_removed_and_the_engine_before_runs(
 def test_an_engine_that_fails_a_later_trial_is_replaced_by_the_last_good_one(
     releases: Releases, host: BuildHost, tiny_model: Path
 ) -> None:
-    """Its files were damaged, or a driver changed. It works again after a trial that passes."""
+    """The trial fails if files are damaged or a driver changes. After a trial that passes, it is
+    used again."""
     name = set_up(releases, host, tiny_model)
     library = builds.named(name).folder / "lib" / "libllama.so"
     whole = library.readlink()

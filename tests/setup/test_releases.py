@@ -1,4 +1,5 @@
-"""The archive of a llama.cpp release for each kind of machine, by the names of a real release."""
+"""The archive of a llama.cpp release for each kind of machine, with the file names of a real
+release."""
 
 from __future__ import annotations
 

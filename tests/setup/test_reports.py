@@ -1,5 +1,5 @@
-"""What owners of cards reported in public: the row of the collection, the machine, and what is
-right there; 37 reports, all counted."""
+"""Public reports of card owners: number in the collection, machine, and the right result. There are
+37 reports, and a test counts them."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ Facts = dict[str, object]
 
 @dataclass(frozen=True)
 class Report:
-    """`says`: what must stand in the dry run, in this order; `never`: what must not. `host`: what
-    differs from an ordinary system."""
+    """`says`: texts that the dry run contains, in this order. `never`: texts that it must not
+    contain. `host`: differences from an ordinary system."""
 
     number: int
     what: str
@@ -145,7 +145,8 @@ def planned(device: Device, model: str) -> Plan:
 
 
 def one_gpu(name: str, total_mib: int, free_mib: int) -> dict[str, Callable[..., Any]]:
-    """ggml's registry with a GPU that says so much of its memory, and the processor."""
+    """Return a registry of ggml with a GPU of the given total and free memory, and the
+    processor."""
 
     text = ctypes.create_string_buffer(name.encode())
 
@@ -163,8 +164,8 @@ def one_gpu(name: str, total_mib: int, free_mib: int) -> dict[str, Callable[...,
 
 
 def spark_memory() -> None:
-    """Of a Spark NVML says nothing, or counts the page cache: what is free is what the system says
-    is available."""
+    """NVML reports no memory for a Spark, or counts the page cache as used. The system's available
+    memory is used instead."""
     for name in ("gb10_not_supported", "gb10_table"):
         device = identify(read(name))
         assert (device.kind, device.match) == ("unified", "DGX Spark Founders Edition (GB10)")
@@ -173,8 +174,8 @@ def spark_memory() -> None:
 
 
 def spark_loads() -> None:
-    """llama.cpp's own choice reads where a device can't map; a plan leaves it that choice, and a
-    load asks for it."""
+    """llama.cpp's automatic mode reads the file on devices that can't map it. The plan leaves the
+    choice to llama.cpp, and the load passes it on."""
     plan = planned(resolve("DGX Spark"), "gpt-oss-20b")
     assert plan.settings.placement.weights == "auto"
     llama = start_native()
@@ -191,7 +192,8 @@ def order_of_cards() -> None:
 
 
 def unified_memory_switched_on() -> None:
-    """Plans ask the driver; whoever asks ggml gets no more free than there is."""
+    """Plans use the driver's figure. A query to ggml never returns more free memory than the
+    total."""
     with pytest.MonkeyPatch.context() as patch:
         for name, function in one_gpu("CUDA0", 32106, 55372).items():
             patch.setattr(start_native(), name, function)
@@ -206,8 +208,7 @@ def fits_one_card() -> None:
 
 
 def used_by_others() -> None:
-    """58 of 64 GB of two cards are in use: a model that fits both empty is no "yes", and what does
-    not fit is told to."""
+    """58 of 64 GB of two cards are in use. A model that fits the empty cards does not get "yes"."""
     busy, idle = identify(read("rtx_5090_two")), resolve("2x RTX 5090")
     assert planned(idle, "qwen3-32b").fits == "yes"
     assert planned(busy, "qwen3-32b").fits != "yes"
@@ -215,8 +216,8 @@ def used_by_others() -> None:
 
 
 def spills_nowhere() -> None:
-    """WSL pages a card that is too full out to the system's memory instead of refusing: a plan
-    takes what is free, less a margin."""
+    """WSL pages GPU memory out to system memory if the card is too full, instead of failing. A plan
+    uses the free memory less a margin."""
     device = identify(read("wsl2_gtx1650_laptop"))
     assert device.os == "Linux (WSL2)"
     assert device.usable_bytes <= (4096 - 128) * MIB - 256 * MIB
@@ -235,8 +236,8 @@ def gtt_limit() -> None:
 
 
 def carve_out_of_96_gib() -> None:
-    """A model of 63 GB was refused for the 22 GB of the system's own memory: what the carve-out
-    holds is none of that."""
+    """A model of 63 GB was rejected because of 22 GB of system memory. Memory in the carve-out does
+    not count as system memory."""
     device = identify(read("halo_uma96"))
     assert device.memory.loadable_bytes > 90 * GIB
     plan = planned(device, "gpt-oss-120b")
@@ -265,8 +266,8 @@ def rocm_and_vulkan_differ() -> None:
 
 
 def heaps_of_windows() -> None:
-    """Where 96 GB were given to the GPU the driver shows a heap of 32: what the build sees is
-    planned with, whatever that is."""
+    """With 96 GB assigned to the GPU, the driver shows a heap of 32. The plan uses the size that
+    the build sees, for any such size."""
     assert identify(read("windows_halo_96")).memory.limit_bytes == pytest.approx(
         111.5 * GIB, rel=0.01
     )
@@ -280,8 +281,8 @@ def rocm_reads() -> None:
 
 
 def wrong_numbers_after_an_update() -> None:
-    """A build whose driver has changed since its trial is one to try again; doctor compares ten
-    tokens anyway."""
+    """A build whose driver has changed since its trial must be tried again. `doctor` also compares
+    ten tokens."""
     build = builds.Build("rocm", "rocm", "", "0.3.36", "2026-11-01", drivers="6.17.1; amdgpu 6.14")
     assert not builds.stale(build, "6.17.1; amdgpu 6.14")
     assert "localllm setup" in builds.stale(build, "6.18.0; amdgpu 6.14")
@@ -292,7 +293,7 @@ def wrong_numbers_after_an_update() -> None:
 
 def states_are_rare() -> None:
     backend = ScriptedBackend(n_ctx=2048, rewind="none", states=True)
-    ticks = iter([0.0, 0.6])  # a fence for each tensor: 600 ms
+    ticks = iter([0.0, 0.6])  # one fence for each tensor: 600 ms
     store = KvStore(backend, 1 << 30, clock=lambda: next(ticks))
     store.speed = PrefillCost(2e-3)
     assert store.store_state(backend.new_sequence(), np.zeros(0, np.int32)) == "free"
@@ -300,8 +301,8 @@ def states_are_rare() -> None:
 
 
 def idle_lines_leave() -> None:
-    """On a device: with no more than 3 % of a step in attention over them they may stay, beyond
-    that they may not."""
+    """On a device, idle sequences may stay if attention over them takes at most 3 % of a step.
+    Above that they are evicted."""
     able = replace(ScriptedBackend().capabilities, kv_on_device=True)
     idle = [eviction.IdleSequence(i, np.zeros(0, np.int32), exported=True) for i in range(2)]
     info, free = ScriptedBackend().info, 8192
@@ -312,8 +313,8 @@ def idle_lines_leave() -> None:
 
 
 def few_logits_cross() -> None:
-    """The greatest 256 of a row decide what top-k 40 draws, together for all streams; what they
-    don't decide stays open."""
+    """The 256 largest logits of a row decide a top-k of 40, in one call for all streams. Choices
+    that they can't decide stay open."""
     logits = np.sort(np.random.default_rng(0).normal(size=(32, 256)).astype(np.float32))[:, ::-1]
     top = candidates.TopRows(
         np.tile(np.arange(256, dtype=np.int32), (32, 1)), np.ascontiguousarray(logits)
@@ -350,7 +351,7 @@ MORE_REPORTS: list[tuple[int, Callable[[], None]]] = [
     (32, states_are_rare), (33, idle_lines_leave), (34, few_logits_cross), (35, containers),
     (36, spills_nowhere),
 ]  # fmt: skip
-# What would settle these stands in docs/accelerators.md.
+# docs/accelerators.md lists the evidence that would settle these.
 UNSETTLED = {3, 30, 31}
 
 

@@ -1,5 +1,4 @@
-"""`doctor --accelerator`: the engine examined on whatever this build runs on, and a report that
-says what failed."""
+"""`doctor --accelerator` tests the engine on the device of this build and reports each failure."""
 
 from __future__ import annotations
 
@@ -46,20 +45,20 @@ def test_every_check_runs_on_the_real_engine_and_the_report_names_them(tiny_mode
     assert str(Path.home()) not in text
 
 
-# What two ways of computing the same differ by on an H200 is up to 0.065 of the largest logit.
+# Two ways to compute the same differ by up to 0.065 of the largest logit on an H200.
 NOISE = 0.05
 Rows = list[NDArray[np.float32]]
 
 
 def _noisy(rows: NDArray[np.float32], shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """As kernels round that are chosen by the shape of a batch."""
+    """Add noise like the rounding of kernels that are chosen by the shape of a batch."""
     noise = np.random.default_rng(shape).standard_normal(rows.shape, dtype=np.float32)
-    # The largest of the 49,152 differences of two such rows is six times one's deviation.
+    # The largest of the 49,152 differences of two such rows is six times the deviation of one.
     return rows + noise * NOISE / 6 * np.abs(rows).max(initial=0)
 
 
 def _exchanged_places(chunk: Chunk) -> Chunk:
-    """Two tokens before the last have one another's position."""
+    """Swap the positions of two tokens before the last."""
     tokens = list(chunk.tokens)
     tokens[-3:-1] = tokens[-3:-1][::-1]
     return chunk._replace(tokens=tokens)
@@ -108,8 +107,8 @@ def test_noise_of_a_card_passes_and_a_fault_in_it_does_not(
 def test_a_device_that_is_lost_in_the_middle_is_named_with_its_check(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The process aborts at a fork: what was checked before stands in the report, and what it was
-    at."""
+    """The process aborts at a fork. The report contains the checks before it and names the failed
+    one."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "if 'conformance' in sys.argv:\n"

@@ -1,5 +1,4 @@
-"""The command `setup`: what is wrong is said with the way out, and a machine without a GPU is left
-as it is."""
+"""The command `setup`: errors state the way out, and a machine without a GPU stays unchanged."""
 
 from __future__ import annotations
 
@@ -46,7 +45,8 @@ def test_a_named_machine_is_told_what_would_be_done_there() -> None:
 
 
 def test_an_archive_is_preferred_to_a_compilation_if_one_fits() -> None:
-    """Here on a machine whose card no ready wheel has code for."""
+    """No ready wheel has code for this machine's card, so the archive comes before the
+    compilation."""
     shown = RUNNER.invoke(app, ["setup", "--dry-run", "--device", "rtx 5090"]).output
     archive = shown.index("llama.cpp latest for CUDA, its makers' own archive")
     assert archive < shown.index("native code of sm_120")
@@ -60,8 +60,8 @@ def test_an_archive_is_preferred_to_a_compilation_if_one_fits() -> None:
     "machine", ["rtx 5090", "rtx 3060", "M4 Max 128GB", "Strix Halo 128GB", "8GB laptop"]
 )
 def test_another_release_is_made_beside_the_builds_that_are_there(machine: str) -> None:
-    """Also where the installed one is right as it is: its name and every step of it name the
-    release."""
+    """This also applies if the installed release needs no build. The build's name and every step
+    contain the requested release."""
     result = RUNNER.invoke(app, ["setup", "--dry-run", "--engine", "0.3.99", "--device", machine])
     assert result.exit_code == 0
     assert "llama-cpp-python 0.3.99 was requested" in result.output
@@ -71,7 +71,7 @@ def test_another_release_is_made_beside_the_builds_that_are_there(machine: str) 
 
 
 def test_here_nothing_is_built_and_the_list_shows_what_runs() -> None:
-    """This machine's own llama.cpp drives what it has."""
+    """This machine's own llama.cpp supports its hardware, so no build is needed."""
     assert RUNNER.invoke(app, ["setup", "--use", "own"]).exit_code == 0
     listed = RUNNER.invoke(app, ["setup", "--list"]).output
     assert listed.startswith("* own")
