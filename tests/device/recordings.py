@@ -1,5 +1,5 @@
-"""Reads the recorded machines beside it: text files with one section per file or command, and where
-they came from."""
+"""Read the recorded machines in this folder: text files with one section per file or command, and
+their source."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ FOLDER = Path(__file__).parent / "recorded"
 
 
 def names(folder: Path = FOLDER) -> list[str]:
-    """Every recorded machine of a folder."""
+    """Return the names of all recorded machines in a folder."""
     return sorted(path.stem for path in folder.glob("*.txt"))
 
 
 def header(name: str, folder: Path = FOLDER) -> dict[str, str]:
-    """The "# key: value" lines: machine, source, system, note."""
+    """Return the "# key: value" lines: machine, source, system, note."""
     text = (folder / f"{name}.txt").read_text(encoding="utf-8")
     return dict(re.findall(r"(?m)^# (\w+): (.*)$", text.split("\n===", 1)[0]))
 
 
 def load(name: str, folder: Path = FOLDER) -> Readings:
-    """One machine's readings. "(supplied)" marks a section its source does not contain."""
+    """Return one machine's readings. "(supplied)" marks a section that its source does not
+    contain."""
     text = (folder / f"{name}.txt").read_text(encoding="utf-8")
     system, _, architecture = header(name, folder)["system"].partition(" ")
     files: dict[str, str] = {}
@@ -41,8 +42,7 @@ def load(name: str, folder: Path = FOLDER) -> Readings:
 
 
 def as_asked(printed: dict[str, str]) -> dict[str, str]:
-    """What people post of their machines (tables, logs) as the commands print it the way our probes
-    ask."""
+    """Convert posted tables and logs to the output that our probes' commands print."""
     outputs = dict(printed)
     if "nvidia-smi" in outputs:
         outputs["nvidia-smi"] = _smi_csv(outputs["nvidia-smi"])

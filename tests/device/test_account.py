@@ -1,5 +1,5 @@
-"""One account of memory for each place: what recorded machines have free, and the largest model
-that may be loaded there."""
+"""Memory of recorded machines: the free amount at each place, and the largest model that may be
+loaded there."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ GB, MIB, GIB = 10**9, 1 << 20, 1 << 30
 
 @dataclass(frozen=True)
 class Row:
-    """GB that are free, and that may be loaded at most; `basis` of the limit."""
+    """Free GB, loadable GB, and the `basis` of the limit."""
 
     free: float
     loadable: float
     basis: str = "reported"
 
 
-# By hand from the readings: Macs min(working set, level × RAM − headroom), cards free − margin,
-# carve-outs apart.
+# Computed by hand from the readings. Macs: min(working set, level × RAM − headroom). Cards: free −
+# margin. Carve-outs are counted separately.
 TABLE = {
     "card_4090_desktop": Row(22.93, 22.93 - 0.515),
     "card_5090_two_busy": Row(5.80, 5.80 - 2 * 0.684),
-    # No driver: the cards are not used, the system memory is.
+    # Without a driver, only the system memory is used, not the cards.
     "card_3080_5090_3080_no_driver": Row(58.08, 58.08),
-    # The part that Windows gives integrated graphics at least; its driver may allow more.
+    # The minimum that Windows gives integrated graphics. Its driver may allow more.
     "card_arc130v_windows": Row(8.134, 8.134),
-    # The 740M beside it is no second card.
+    # The integrated 740M does not count as a second card.
     "card_rx9070_beside_740m": Row(17.096, 17.096 - 0.342),
     "card_spark": Row(114.88, 114.88),
     "card_spark_query_na": Row(114.88, 114.88),
@@ -78,8 +78,8 @@ def machine(name: str) -> Device:
 
 
 def _verdict(device: Device, n_bytes: int) -> str:
-    """What somebody who loads `n_bytes` on `device` hears: the plan's word, and on shared memory
-    the guard's."""
+    """Return the verdict for loading `n_bytes` on `device`: the plan's verdict, and on shared
+    memory the load guard's limit first."""
     need = MemoryNeed(n_bytes, 0, 0, 0, 0, 0, device.usable_bytes)
     if device.kind != "discrete" and n_bytes > device.memory.loadable_bytes:
         return "no"
@@ -95,7 +95,7 @@ def test_a_recorded_machine_says_what_is_free_and_what_may_be_loaded(name: str) 
     assert memory.basis == row.basis
     assert memory.source
     assert _verdict(device, memory.loadable_bytes + 1) == "no"
-    assert _verdict(device, memory.loadable_bytes) == "tight"  # nothing is left
+    assert _verdict(device, memory.loadable_bytes) == "tight"  # no memory is left
     assert _verdict(device, int(0.9 * min(memory.available_bytes, memory.loadable_bytes))) == "yes"
 
 
@@ -104,8 +104,8 @@ def test_no_recording_is_left_out() -> None:
 
 
 def test_the_rules_that_were_fail_the_table() -> None:
-    """Macs by what is free and inactive less the headroom, cards by their total, a carve-out as
-    system memory."""
+    """The earlier rules: for Macs free and inactive memory less the headroom, for cards their
+    total, and a carve-out counted as system memory."""
     wrong = []
     for name, row in TABLE.items():
         readings, memory = recordings.load(name, FOLDER), machine(name).memory
@@ -210,7 +210,7 @@ def test_each_card_has_its_own_account_and_gives_back_its_own_part() -> None:
 
 
 def _build(text: str, name: str, kind: str) -> ggml.GgmlBuild:
-    """A build of one device with the memory that its log tells."""
+    """Return a build with one device, whose memory is read from its log."""
     found = re.search(r"\((\d+) MiB, (\d+) MiB free\)", text)
     assert found is not None
     device = ggml.GgmlDevice(
@@ -232,11 +232,11 @@ def _build(text: str, name: str, kind: str) -> ggml.GgmlBuild:
             "gpu",
             7189 - 256,
         ),
-        # Unified memory switched on by its variable: ggml says that more is free than there is.
+        # Unified memory is enabled by its variable: ggml reports more free memory than there is.
         ("CUDA0: NVIDIA GeForce RTX 5090 (32106 MiB, 55372 MiB free)", "gpu", 32106 - 0.02 * 32106),
         ("CUDA0: NVIDIA GeForce GTX 1080 Ti (11165 MiB, 8720 MiB free)", "gpu", 8720 - 256),
-        # Strix Halo on Windows: the heap that Vulkan is given, of 64 GB set aside and of 96 GB,
-        # which come in two.
+        # Strix Halo on Windows: Vulkan's heap with 64 GB set aside, and with 96 GB, which is split
+        # into two heaps.
         ("Vulkan0: AMD Radeon(TM) 8060S Graphics (65536 MiB, 62259 MiB free)", "igpu", 62259),
         ("Vulkan0: AMD Radeon(TM) 8060S Graphics (32768 MiB, 31129 MiB free)", "igpu", 31129),
     ],
@@ -256,7 +256,7 @@ def test_a_gpu_that_only_a_build_knows_has_what_the_build_says_is_free(
 def test_a_carve_out_is_what_each_build_sees_of_it(
     backend: str, seen_gib: float, gib: float
 ) -> None:
-    """A build's own total, less what is in use and what the system keeps of its RAM."""
+    """The limit is the build's own total, less the memory in use and the system's reserve."""
     readings = recordings.load("halo_96gb", FOLDER)
     processor = identify(backend_view.without_gpus(readings))
     gpu = ggml.GgmlDevice(

@@ -1,5 +1,5 @@
-"""This machine: probing is fast and needs no heavy import; bandwidth is measured once and
-remembered with its date."""
+"""Detection of this machine: probes are fast and import no heavy package. The bandwidth is measured
+once and stored with its date."""
 
 from __future__ import annotations
 
@@ -155,7 +155,8 @@ def test_only_types_that_nobody_has_timed_are_timed(
     assert [(rates.type, rates.laid_out) for rates in found.matrix_rates] == [
         (t, None) for t in ("Q4_K", "Q8_0", "Q6_K")
     ]
-    # What a busy moment gave is no plan's, whoever asks for it: it is taken again until it settles.
+    # Plans do not use a figure that was measured on a busy machine. It is measured again until it
+    # settles.
     others[0] = 0.6
     busy = [with_matrix_rates(detect(), measure=True, types=["Q5_K"]) for _ in range(6)]
     assert [len(device.matrix_rates) for device in busy] == [3, 3, 3, 3, 4, 4]
@@ -165,7 +166,7 @@ def test_only_types_that_nobody_has_timed_are_timed(
 def test_a_build_that_can_not_be_timed_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A build made for another processor ends with an illegal instruction as soon as it is used."""
+    """A build for another processor ends with an illegal instruction as soon as it is used."""
     (tmp_path / "llama_cpp" / "lib").mkdir(parents=True)
     (tmp_path / "llama_cpp" / "__init__.py").touch()
     shutil.copytree(include_folder(), tmp_path / "include")
@@ -223,7 +224,7 @@ def test_what_was_measured_on_a_busy_machine_gives_way_to_what_is_measured_later
     assert bandwidth.SHELF.due(own_cache, "m")
     bandwidth.SHELF.keep(own_cache, "m", _taken(7.0, others=0.6))
     assert bandwidth.SHELF.due(own_cache, "m")
-    # Memory is never faster than it is: a lower figure, busy or not, teaches nothing.
+    # Memory can't be faster than its limit, so a lower figure is ignored, busy or not.
     assert bandwidth.SHELF.keep(own_cache, "m", _taken(5.0, others=0.9)).value == 7.0
     assert bandwidth.SHELF.keep(own_cache, "m", _taken(20.0)).value == 20.0
     assert not bandwidth.SHELF.due(own_cache, "m")
@@ -246,8 +247,8 @@ def test_a_machine_that_is_never_quiet_is_not_measured_for_ever(own_cache: Path)
 def test_plans_count_on_no_figure_of_a_busy_moment(
     tmp_path_factory: pytest.TempPathFactory, busy: list[float], quiet: float
 ) -> None:
-    """The answer is the same whatever else runs: until a quiet moment, or so many busy ones that
-    none is to be had."""
+    """No figure counts as reliable until it was measured on a quiet machine, or on a busy one so
+    often that no quiet moment can be expected."""
     folder = tmp_path_factory.mktemp("kept")
     for gbps in busy:
         bandwidth.SHELF.keep(folder, "m", _taken(gbps, others=0.6))
@@ -259,14 +260,14 @@ def test_plans_count_on_no_figure_of_a_busy_moment(
 def test_asked_to_measure_anew_a_quiet_figure_replaces_a_quiet_one(own_cache: Path) -> None:
     bandwidth.SHELF.keep(own_cache, "m", _taken(20.0))
     assert bandwidth.SHELF.keep(own_cache, "m", _taken(18.0)).value == 18.0
-    # A busy moment teaches nothing about a machine that was measured in quiet.
+    # A measurement on a busy machine does not replace one that was made on a quiet machine.
     assert bandwidth.SHELF.keep(own_cache, "m", _taken(7.0, others=0.6)).value == 18.0
     assert not bandwidth.SHELF.due(own_cache, "m")
 
 
 class FakeNvml:
-    """nvidia-ml-py's functions for one GPU; whatever is not listed raises, as NVML does on parts
-    that lack it."""
+    """nvidia-ml-py's functions for one GPU. Functions that are not listed raise, as NVML does on
+    devices that lack them."""
 
     class NVMLError(Exception):
         """NVML's own error."""

@@ -1,5 +1,5 @@
-"""Any text at all gives a Device or a typed error: no parser and no combination of readings ever
-raises otherwise."""
+"""Any text gives a Device or a typed error. No parser and no combination of readings raises
+otherwise."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ OUTPUTS = [
 
 
 def is_sound(readings: Readings) -> bool:
-    """Whether they give a Device whose figures can be, or one of our errors."""
+    """Return whether the readings give a Device with possible figures, or one of our errors."""
     try:
         device = identify(readings)
     except LocalLLMError:

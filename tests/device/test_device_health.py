@@ -1,4 +1,4 @@
-"""doctor's judgement: findings with their exact fix, and "not checked" for whatever could not be
+"""The findings of `doctor`, each with its exact fix, or "not checked" for facts that can't be
 read."""
 
 from __future__ import annotations

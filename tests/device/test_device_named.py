@@ -1,4 +1,4 @@
-"""Any machine by name: the reference list in three spellings each, traps, overrides, nearest
+"""Machines by name: the reference list in three spellings each, traps, overrides, and the nearest
 suggestions."""
 
 from __future__ import annotations
@@ -325,8 +325,9 @@ def test_a_card_answers_to_its_name_however_it_is_decorated(row: parts_table.Dev
 def test_a_suffix_more_or_less_is_another_part(
     row: parts_table.DeviceRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the row that is called just that, or nobody's."""
-    # What is suggested for the many that are nobody's takes longest, and has its own tests.
+    """A name with one suffix more or less resolves to the part with exactly that name, or to no
+    part."""
+    # Suggestions for unknown names take the most time and have tests of their own.
     monkeypatch.setattr(lookup, "nearest", lambda name: [])
     words = _bare_name(row).split()
     asked = [" ".join(w for w in words if w != gone) for gone in words if gone in SUFFIXES]
@@ -343,7 +344,7 @@ def test_a_suffix_more_or_less_is_another_part(
             for w in (said.replace("Max-Q", "Laptop") if "GeForce RTX" in said else said).split()
         }
         more = {w.lower() for w in SUFFIXES}
-        # Only one part is called W7900 or R9700, PRO or not.
+        # W7900 and R9700 name one part each, with or without PRO.
         lettered = {"pro"} if re.search(r"\b[RVW][0-9]{3,4}\b", typed) else set()
         assert {
             w.lower() for w in _bare_name(other).split()

@@ -1,4 +1,4 @@
-"""devices.toml is whole and consistent, and reported names find the right row or none."""
+"""devices.toml is complete and consistent. A reported name finds the right row or no row."""
 
 from __future__ import annotations
 
@@ -154,11 +154,12 @@ def test_missing_compute_is_derived_within_a_family_and_says_so() -> None:
     fp16 = parts_table.facts(row)["fp16_tflops"]
     assert (fp16.value, fp16.basis) == (pytest.approx(18.4 * 32 / 40, abs=0.05), "derived")
     laptop = next(row for row in parts_table.rows() if row.name == "GeForce RTX 4090 Laptop")
-    assert parts_table.facts(laptop)["fp16_tflops"] is None  # its power limit decides: not derived
+    # its power limit decides, so this is not derived
+    assert parts_table.facts(laptop)["fp16_tflops"] is None
 
 
-# What the table holds of the hardware strings users' machines reported; the rest is older or rarer
-# and stays unknown.
+# The hardware names from users' machines that the table knows. The others are older or rarer and
+# stay unknown.
 COMMUNITY_KNOWN = {
     "AMD Radeon RX 6800", "AMD Radeon RX 7900 XT", "AMD Radeon RX 9060 XT", "AMD Radeon RX 9070 XT",
     "NVIDIA GB10",

@@ -1,5 +1,5 @@
-"""Channels of memory as firmware describes modules: counted by socket, controller and channel,
-never by sticks."""
+"""Memory channels from the firmware's list of modules. They are counted by socket, controller and
+channel, never by modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sticks(*places: str, bits: int = 64) -> list[Stick]:
 
 CONTROLLERS = [f"BANK 0 Controller{c}-Channel{x}" for c in (0, 1) for x in "ABCD"]
 
-# What firmware printed (public dmidecode and CIM outputs), and the bits of the bus.
+# Public dmidecode and CIM outputs, and the width of the bus in bits.
 TABLE: list[tuple[str, Sequence[Stick], int]] = [
     (
         "12th Gen laptop, two controllers",

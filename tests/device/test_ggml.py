@@ -1,5 +1,5 @@
-"""The installed llama.cpp is asked for its devices in a child; what it says is held beside what the
-probes found."""
+"""A child process asks the installed llama.cpp for its devices. Its answer is compared with the
+probes."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_build_that_breaks_its_process_costs_a_sentence(
 
 
 def test_what_a_backend_says_on_standard_error_is_read_too(tmp_path: Path) -> None:
-    """Backends that are loaded with the bindings speak before anybody can listen to their log."""
+    """Backends that load with the bindings print before a log callback can be set."""
     (tmp_path / "localllm_backends" / "llamacpp").mkdir(parents=True)
     answered = ggml.to_json(answer("Vulkan0", "Vulkan", 1 << 30)) | {"said": []}
     for folder in ("localllm_backends", "localllm_backends/llamacpp"):

@@ -1,4 +1,4 @@
-"""The kept forms of the table of parts and of its names mean the same as the table itself."""
+"""The cached tables of parts and names mean the same as the source table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ print([name_lookup.resolve(name) for name in sys.argv[1:]])
 
 
 def resolved(cache: Path) -> str:
-    """The machines of `NAMES`, as another process finds them with that cache folder."""
+    """Return the machines of `NAMES` as another process with that cache folder resolves them."""
     ran = subprocess.run(
         [sys.executable, "-c", RESOLVE, *NAMES],
         env={**os.environ, "LOCALLLM_CACHE_DIR": str(cache)},

@@ -1,5 +1,5 @@
-"""How much Metal recommends: which of its functions are asked, in which order, by libraries that
-note what is called."""
+"""The memory that Metal recommends: which of its functions are called, in which order. Fake
+libraries record the calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LISTED, DEFAULT, NTH = 7, 8, 9  # "pointers"
 
 
 class Function:
-    """A foreign function: what ctypes is told of it is noted, and it answers."""
+    """A foreign function that records the types set by ctypes and returns a fixed answer."""
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer
@@ -30,8 +30,8 @@ class Function:
 
 @dataclass
 class Mac:
-    """`load` of its libraries: Metal has a default device only after CoreGraphics, and `n_devices`
-    in its list."""
+    """The `load` function of its libraries. Metal has a default device only after CoreGraphics is
+    loaded, and `n_devices` in its list."""
 
     default: bool = True
     n_devices: int = 1

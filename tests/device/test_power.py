@@ -1,4 +1,4 @@
-"""Watts and joules of what machines said of themselves; and nothing where they said nothing."""
+"""Watts and joules from the counters of machines, or no figure if there is no counter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every name that a program prints for a device of the table names this device; made-up names never
-give another device without a message."""
+"""Every name that a program prints for a device of the table resolves to this device. A made-up
+name never gives another device without a message."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from localllm.errors import UsageError
 
 GIB = 1 << 30
 ROWS = parts_table.rows()
-# One driver's name for all Orin modules, and for both Thors.
+# Names that a driver prints for all Orin modules, and for both Thors.
 SHARED_BY_MACHINES = {"Orin (nvgpu)", "NVIDIA Thor"}
 
 
 def driver_names(row: parts_table.DeviceRow) -> set[str]:
-    """Return the names by nvidia-smi, Vulkan, CIM and system_profiler."""
+    """Return the names that nvidia-smi, Vulkan, CIM and system_profiler print."""
     printed = {row.chip} - {""}
     for name in set(row.names) - SHARED_BY_MACHINES:
         printed.add(name)
@@ -34,7 +34,7 @@ def driver_names(row: parts_table.DeviceRow) -> set[str]:
 
 
 def processor_names(row: parts_table.DeviceRow) -> set[str]:
-    """Return the names by /proc/cpuinfo and CIM, of processors that the table names in full."""
+    """Return the names in /proc/cpuinfo and CIM of processors that the table names in full."""
     graphics = re.search(r"Radeon [0-9]+[MS]", " ".join((row.name, *row.names)))
     printed = set()
     for name in row.cpu:
@@ -138,7 +138,8 @@ WORDS = sorted(
 
 
 def made_up(choice: random.Random) -> tuple[str, int | None]:
-    """Return a name of the table with one word changed, or a few words; and its size in GB."""
+    """Return a name of the table with one word changed, or a few random words, and its size in
+    GB."""
     words = re.sub(r"\([^)]*\)|[0-9]+ ?GB", "", choice.choice(PARTS).name).split()
     at = choice.randrange(len(words))
     kind = choice.randrange(4)
@@ -157,7 +158,7 @@ def made_up(choice: random.Random) -> tuple[str, int | None]:
 
 
 def contradictions(name: str, size: int | None, device: Device) -> list[str]:
-    """Return the maker, size and chip in `name` that neither the device nor a message has."""
+    """Return the maker, size and chip in `name` that neither the device nor a message contains."""
     reported = " ".join(finding.message for finding in device.findings).lower()
     matched = [row for row in ROWS if row.name == device.match]
     matched += [row for card in device.cards for row in ROWS if row.name == card.match]

@@ -1,5 +1,4 @@
-"""`doctor` names the instructions of the processor that the installed llama.cpp was not compiled
-for."""
+"""`doctor` names the processor instructions that the installed llama.cpp was not compiled for."""
 
 from __future__ import annotations
 
@@ -58,7 +57,8 @@ def test_without_facts_or_with_a_gpu_there_is_no_check(unknown: GgmlBuild | None
 
 
 def test_the_installed_build_is_compared_with_this_processor() -> None:
-    """It was compiled here, or it is a ready wheel: either way the check reads its real features."""
+    """The build was compiled here or is a ready wheel. In both cases the check reads its real
+    features."""
     here = installed_build(fresh=True)
     assert here is not None
     assert "CPU" in here.features

@@ -1,4 +1,4 @@
-"""Recorded outputs of real machines identify as the machine they came from, with honest memory and
+"""Recorded outputs of real machines are identified as the right machine, with correct memory and
 bandwidth."""
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Expected:
     basis: str = "datasheet"
 
 
-# What is kept free on pools the system lives in is written out: 0.95 × what the kernel calls
-# MemTotal, half a GiB less on those below 10 GiB, and an eighth on those below 4. Of a carve-out
-# ROCm has that or the GTT, not the sum of both.
+# The reserve for the system in shared memory is written out: the limit is 0.95 × the kernel's
+# MemTotal, half a GiB less below 10 GiB, and an eighth less below 4. For a carve-out, ROCm has the
+# carve-out or the GTT, not the sum of both.
 EXPECTED = {
     "container_v1_128mb": Expected("system", "cpu", "", 0.875 / 8, 51.2, "assumed"),
     "container_v1_nested": Expected("system", "cpu", "", 4 - 0.5, 51.2, "assumed"),
@@ -118,7 +118,7 @@ def test_gb10_that_reports_success_is_not_counted_twice_nor_by_its_free_figure()
     device = identify(recordings.load("gb10_nvml_success"))
     assert device.host is None
     assert device.memory.total_bytes < 128 * GIB
-    assert device.memory.available_bytes > 100 * GIB  # NVML's own "free" says 7.4 GiB
+    assert device.memory.available_bytes > 100 * GIB  # NVML's own "free" is 7.4 GiB
 
 
 def test_a_32_gb_card_beside_32_gb_of_ram_is_not_unified_memory() -> None:
@@ -143,7 +143,7 @@ def test_small_gtt_gets_the_kernel_setting_that_raises_it_and_a_raised_one_gets_
         if "GTT" in f.message
     ]
     assert len(advice) == 1
-    # 124 GiB: what a 128 GB machine is documented to use
+    # 124 GiB: the documented maximum for a 128 GB machine
     assert "ttm.pages_limit=32505856" in advice[0]
     assert not [
         f for f in identify(recordings.load("strix_halo_raised")).findings if "GTT" in f.message

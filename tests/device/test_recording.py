@@ -1,5 +1,4 @@
-"""`doctor --report`: what one machine's probes read is the same machine wherever it is read
-again."""
+"""A report of `doctor --report` gives the same machine when it is read on another one."""
 
 from __future__ import annotations
 

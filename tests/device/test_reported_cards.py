@@ -1,8 +1,7 @@
-"""What owners of cards and boards posted: several cards, hidden ones, slices, other makers' beside
-them, virtual machines.
+"""Posted machines: several cards, hidden cards, slices, cards of several makers, virtual machines.
 
-Each case is the values of a public report, as the probes would have read them; its name says the
-report.
+Each case has the values of a public report, as the probes would have read them. Its name refers to
+the report.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ MIXED = [
 
 
 def test_cards_keep_the_order_of_their_addresses() -> None:
-    """ollama#5239: CUDA counts the fastest first, the driver by address. Plans name cards as the
-    driver does."""
+    """ollama#5239: CUDA numbers the fastest card first, the driver numbers by address. Plans use
+    the driver's order."""
     device = linux(nvml=nvidia(*MIXED))
     assert [(c.number, c.match) for c in device.cards] == [
         (0, "GeForce RTX 3080"), (1, "GeForce RTX 5090"), (2, "GeForce RTX 3080"),
@@ -82,7 +81,7 @@ def test_cards_keep_the_order_of_their_addresses() -> None:
         ("2,1", ["GeForce RTX 5090", "GeForce RTX 3080"]),
         ("GPU-bbbb", ["GeForce RTX 5090"]),
         ("GPU-cccc3333, GPU-aaaa1111", ["GeForce RTX 3080", "GeForce RTX 3080"]),
-        ("0,7,1", ["GeForce RTX 3080"]),  # what is no GPU ends the list
+        ("0,7,1", ["GeForce RTX 3080"]),  # a number without a GPU ends the list
         ("", []),
         ("-1", []),
         ("1,1", []),
@@ -140,7 +139,7 @@ REFUSED = (
                 {"name": "NVIDIA A100-SXM4-80GB", "cc_major": 8, "cc_minor": 0, "bus_bits": 5120}
             )
         },
-        # the parent shows all its memory
+        # The parent reports all its memory.
         {"nvml": nvidia(card("NVIDIA H100 80GB HBM3", 80, mig=1))},
     ],
 )
@@ -197,8 +196,7 @@ def test_a_card_of_another_maker_beside_an_nvidia_one_is_named(
 
 
 def test_graphics_of_the_processor_are_no_second_card() -> None:
-    """Of a 9800X3D beside a 7900 XTX, with and without its maker's name of "unknown" memory
-    chips."""
+    """A 9800X3D with a 7900 XTX, with and without the maker name "unknown" of memory chips."""
     for more in (
         {},
         {"mem_info_vram_vendor": "unknown"},

@@ -1,4 +1,4 @@
-"""What owners of Macs posted: GPUs that can't be had, and why, cores, low power mode."""
+"""Posted Macs: GPUs that are not available and why, core counts, low power mode."""
 
 from __future__ import annotations
 

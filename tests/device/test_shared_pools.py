@@ -1,5 +1,5 @@
-"""GPUs that share the system's memory, and GPUs that a plan leaves out, as reported machines print
-them."""
+"""GPUs that share the system's memory, and GPUs that a plan leaves out, with the outputs of
+reported machines."""
 
 from __future__ import annotations
 

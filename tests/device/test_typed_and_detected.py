@@ -1,5 +1,5 @@
-"""Every row of the table gives one answer: typed by its name, and detected from what such a machine
-prints."""
+"""Every row of the table gives the same answer if its name is typed and if it is detected from the
+output of such a machine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from localllm.device.types import Readings
 GIB = 1 << 30
 _CLASS = r"HKEY_LOCAL_MACHINE\SYSTEM\CurrentControlSet\Control\Class\{4d36e968-e325-11ce-bfc1-08002be10318}\0000"
 _HOST = "MemTotal: 65011712 kB\nMemAvailable: 64011712 kB\n"
-# Parts that no program here can be started on, and what is not for sale.
+# Parts on which no program of ours runs, and parts that are not on sale.
 PLANNED_ONLY = {"iPhone 17 Pro (A19 Pro)", "Ryzen AI Max 500 (Medusa Halo)", "Jetson Orin Nano 2"}
-# What an idle system has, which of a machine that is only described is left out of what may be taken.
+# Memory in use on an idle system. It is subtracted from the free memory of a described machine.
 IDLE = 2.1 * GIB
 
 
@@ -42,7 +42,7 @@ def drm(**files: object) -> dict[str, str]:
 def card(row: DeviceRow, gib: float) -> Readings:
     if row.vendor.startswith("NVIDIA"):
         gpu = {"name": row.names[0], "total": int(0.995 * gib * GIB), "used": 0, "bus_bits": 256}
-        if "GDDR6" in row.name:  # its driver's name is another's too: clocks tell
+        if "GDDR6" in row.name:  # its driver's name is shared with another part: clocks decide
             gpu["max_memory_mhz"] = round(row.bandwidth().value * 1000 / 64)
         return linux({}, nvml=json.dumps([gpu]))
     _, device, revision = (*row.pci[0].split(":"), "0")[:3] if row.pci else ("", "ffff", "0")
@@ -64,7 +64,7 @@ def mac(row: DeviceRow, gib: float) -> Readings:
 
 
 def one_pool(row: DeviceRow, gib: float) -> Readings:
-    """A machine whose graphics share its memory."""
+    """Return the readings of a machine whose graphics share its memory."""
     name = re.sub(r"\(.*?\)", "", row.name)
     if row.vendor.startswith("NVIDIA"):
         files = {"/proc/meminfo": pool(0.955 * gib), "/sys/class/dmi/id/product_name": name}
@@ -95,13 +95,13 @@ def one_pool(row: DeviceRow, gib: float) -> Readings:
     return linux(files | drm(vendor="0x1002", **shown, **apu))
 
 
-# Graphics of each architecture, where a row has no ids.
+# Graphics ids by architecture, for rows without ids.
 GFX = {"gfx1103": "15bf", "gfx1150": "150e", "gfx1151": "1586", "gfx1152": "1114", "gfx1035": "1681",
        "gfx90c": "1638", "gfx902": "15d8"}  # fmt: skip
 
 
 def system(row: DeviceRow) -> Readings:
-    """A computer with as many modules as the row has channels."""
+    """Return the readings of a computer with as many modules as the row has channels."""
     rate = re.findall(r"DDR[345]X?-([0-9]+)", row.name)[0]
     counted = re.search(r"([0-9]+)-channel", row.name)
     n = int(counted[1]) if counted else 1 if "single" in row.name else 2
@@ -146,7 +146,8 @@ def test_a_machine_is_one_by_name_and_by_what_it_prints(vendor: str) -> None:
 
 @pytest.mark.parametrize("device", ["0x164e", "0x13c0"])
 def test_a_desktop_processors_small_graphics_are_none(device: str) -> None:
-    """Two compute units that drive a screen: by name and by detection it is the processor."""
+    """Graphics with two compute units only drive a screen. By name and by detection, the device is
+    the processor."""
     files = drm(vendor="0x1002", device=device, mem_info_vram_total=GIB // 2)
     files |= drm(mem_info_gtt_total=30 * GIB)
     files["/proc/cpuinfo"] = processor("AMD Ryzen 5 7600X 6-Core Processor")
