@@ -1,4 +1,4 @@
-"""docs/commands.md is what the commands' own help generates."""
+"""docs/commands.md equals the page that is generated from the commands' help."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the README and the docs tell people to type is understood by the program, and every command
-is in them.
+"""The program accepts every command in the README and the docs, and the docs contain every command.
 
-Lines of code blocks that begin with `localllm` go through the real parser, with their options and
-values; those that only read and answer at once are run. (The site and its links: `make docs`.)"""
+Lines of code blocks that begin with `localllm` go through the real parser, with options and values.
+Commands that only read and end at once are run. (`make docs` checks the site and its links.)
+"""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "packaging").rglob("*.md")]
 )
 PROGRAM = re.compile(r"^(\$ )?(\.venv/bin/)?localllm$")
-# Behind a command: a remark after a sign, or set apart by a wide gap.
+# A remark after a command, which follows a sign or a wide gap.
 REMARK = re.compile(r"\s+(#|→).*$|\s{2,}[^-\s].*$")
-# Not to be typed as it stands: alternatives, what may be left out, what goes on.
+# Notation that can't be typed: alternatives, optional parts, ellipses.
 NOTATION = re.compile(r"[\[\]…]|\w\|\w|\.\.\.")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A command that a page shows, without the program's own name. `literal`: it can be typed as it
-    stands."""
+    """A command on a page, without the program's name. `literal`: it can be typed exactly as
+    shown."""
 
     page: str
     number: int
@@ -45,7 +45,7 @@ class Line:
 
 
 def shown(text: str) -> Iterator[tuple[str, ...]]:
-    """The `localllm …` commands within a line of a shell."""
+    """Yield the `localllm …` commands in a line of shell code."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars="|;&<>")
     lexer.commenters = ""
     lexer.whitespace_split = True
@@ -64,8 +64,8 @@ def shown(text: str) -> Iterator[tuple[str, ...]]:
 
 
 def lines() -> Iterator[Line]:
-    """Every command in a code block, and those in running text that begin with the program's
-    name."""
+    """Yield every command in a code block, and commands in running text that begin with the
+    program's name."""
     for page in PAGES:
         name, inside = str(page.relative_to(ROOT)), False
         for number, text in enumerate(page.read_text("utf-8").splitlines(), 1):
@@ -97,7 +97,7 @@ GROUP: Any = get_command(app)
 
 
 def command_of(words: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
-    """The command that `words` name, and what is left of them."""
+    """Return the command that `words` name, and the remaining words."""
     command, rest = GROUP, words
     while rest and rest[0] in getattr(command, "commands", {}):
         command, rest = command.commands[rest[0]], rest[1:]
@@ -157,7 +157,7 @@ def test_every_command_is_in_the_docs() -> None:
             yield words
 
     told = {line.words[:n] for line in LINES for n in (1, 2)}
-    # `localllm connect`, `chat`, `setup` and the like, named in running text.
+    # Commands such as `localllm connect`, `chat` and `setup` are named in running text.
     assert [words for words in leaves(GROUP, ()) if words not in told] == []
 
 
@@ -173,7 +173,7 @@ QUICK = [
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is found out of this machine is found out once."""
+    """One cache folder for all commands, so that facts about this machine are measured once."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -203,8 +203,8 @@ CITING = ("--rounds", "--scenarios", "--only")
 
 
 def cited_figures() -> Iterator[tuple[str, str]]:
-    """Pages and figures that they say `benchmarks.peers` gave: the README's table, and of the guide
-    the rows with a command of it."""
+    """Yield the figures that pages cite from `benchmarks.peers`: the README's table, and the
+    guide's rows that name one of its commands."""
     readme = (ROOT / "README.md").read_text("utf-8")
     table = readme.split("| | localllm | llama-server |")[1].split("\n\n")[0]
     for row in table.splitlines()[2:]:

@@ -1,4 +1,4 @@
-"""A figure that several pages of the docs give is the same on all of them, and in the code."""
+"""A figure that several pages of the docs contain is the same on all pages and in the code."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The first minutes on a machine that lacks something: each ends in an answer, or in words that say
-what to do."""
+"""The first minutes on a machine that lacks something. Each case ends with an answer, or with a
+message that states the remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(
 def test_where_nothing_can_be_written_a_model_answers_all_the_same(
     few_layers: Path, tmp_path: Path
 ) -> None:
-    """As on a full disk or a read-only one, and for root too: the folders would lie within a
+    """This simulates a full or read-only disk, also for root: the folders would be inside a
     file."""
     home = tmp_path / "Größe und Maß"
     home.mkdir()
@@ -62,7 +62,7 @@ def test_a_namespace_without_loopback_is_called_one(few_layers: Path) -> None:
 
 SETUP = Path(__file__).parents[2] / "packaging" / "setup.sh"
 PROGRAMS = ("sh", "awk", "grep", "sed", "mktemp", "rm", "cat", "date", "getconf")
-# What pip says, and what setup.sh makes of it.
+# pip's errors, and the messages that setup.sh derives from them.
 SAID = [
     (
         "ERROR: Could not find a version that satisfies x (from versions: none)",
@@ -80,7 +80,8 @@ SAID = [
 def set_up(
     folder: Path, *, pip_says: str = "", free_kb: int = 9_000_000, compiler: bool = True
 ) -> str:
-    """What setup.sh says in a folder with an environment whose pip fails with `pip_says`."""
+    """Return the output of setup.sh in a folder whose environment has a pip that fails with
+    `pip_says`."""
     programs, python = folder / "programs", folder / ".venv" / "bin" / "python"
     stubs = {
         programs / "sleep": "exit 1",
@@ -132,7 +133,8 @@ WANTED = "llama-cpp-python>=0.3.36,<0.4"
 
 
 class Index(BaseHTTPRequestHandler):
-    """A package index with one page. `page` is None: it accepts connections and never answers."""
+    """A package index with one page. If `page` is None, it accepts connections and never
+    answers."""
 
     page: ClassVar[str | None] = ""
     gone: ClassVar[threading.Event] = threading.Event()

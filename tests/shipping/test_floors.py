@@ -1,5 +1,4 @@
-"""What `make test-oldest` installs is what pyproject.toml claims to support: the two lists do not
-drift apart."""
+"""`make test-oldest` installs exactly the oldest versions that pyproject.toml allows."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ FILE = Path(__file__).parents[2] / "packaging" / "floors.py"
 
 @pytest.fixture(scope="module")
 def floors() -> ModuleType:
-    """packaging/ is no package on purpose: its file is loaded by its path."""
+    """Load the file by its path, because packaging/ is deliberately not a package."""
     spec = importlib.util.spec_from_file_location("floors", FILE)
     assert spec is not None
     assert spec.loader is not None
@@ -31,8 +30,8 @@ def test_the_floors_and_the_oldest_constraints_are_the_same() -> None:
 
 
 def test_what_differs_is_said(floors: ModuleType) -> None:
-    """Dependencies and extras count, whatever their markers; another spelling of a version is not
-    another version."""
+    """Dependencies and extras are compared, without their markers. Two spellings of one version are
+    equal."""
     project = """
 [project]
 dependencies = ["a>=1.5,<2", "b>=2", "c>=12.560"]

@@ -1,5 +1,4 @@
-"""Man pages and completions say what the command line says, in the words that their readers
-understand."""
+"""Man pages and completions match the command line, in the formats of their programs."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What packaging/generated.py writes."""
+    """Return the folder with the output of packaging/generated.py."""
     out = tmp_path_factory.mktemp("generated")
     subprocess.run(
         [sys.executable, ROOT / "packaging" / "generated.py", out], check=True, capture_output=True
@@ -44,7 +43,7 @@ def test_mandoc_has_nothing_to_say_against_the_pages(made: Path) -> None:
 
 
 def completed(made: Path, *words: str) -> set[str]:
-    """What bash offers for the last of `words`."""
+    """Return the completions that bash offers for the last of `words`."""
     script = (
         f'. "{made}/bash/localllm"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _localllm; '
         "printf "

@@ -1,5 +1,5 @@
-"""A new version installed over the old one while a conversation is open: it goes on, and nothing of
-it is lost."""
+"""A new version is installed over the old one while a chat is open. The conversation continues, and
+no message is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PATIENCE_S = 120.0
 
 
 class Chat:
-    """`localllm chat` on a terminal of its own, and what it has kept on the disk."""
+    """A `localllm chat` on its own terminal, with access to its stored messages."""
 
     def __init__(self, programs: Path, home: Path) -> None:
         self._home = home
@@ -47,13 +47,13 @@ class Chat:
         self._until(lambda: b"Enter sends" in self.seen)
 
     def ask(self, text: str) -> None:
-        """Type `text` and wait until the answer to it is kept."""
+        """Type `text` and wait until its answer is stored."""
         had = len(self.kept())
         os.write(self._master, text.encode() + b"\r")
         self._until(lambda: len(self.kept()) == had + 2 and bool(self.kept()[-1].strip()))
 
     def kept(self) -> list[str]:
-        """The finished messages on the disk."""
+        """Return the finished messages on the disk."""
         file = self._home / ".local" / "share" / "localllm" / "conversations.db"
         if not file.exists():
             return []
@@ -64,7 +64,7 @@ class Chat:
             ]
 
     def worker(self) -> psutil.Process:
-        """The process that holds the model."""
+        """Return the process that has loaded the model."""
         [worker] = [
             p
             for p in psutil.Process(self.process.pid).children()
@@ -73,7 +73,7 @@ class Chat:
         return worker
 
     def leave(self) -> None:
-        """Quit as a person does, and wait for the end."""
+        """Quit with the keyboard shortcut, and wait for the end."""
         os.write(self._master, b"\x11")  # Ctrl+Q
         self._until(lambda: self.process.poll() is not None)
 
@@ -94,7 +94,7 @@ class Chat:
 
 @contextmanager
 def chat(programs: Path, home: Path) -> Iterator[Chat]:
-    """A chat that is not left behind."""
+    """A chat that is always ended after the test."""
     running = Chat(programs, home)
     try:
         yield running
@@ -118,8 +118,7 @@ def test_a_conversation_goes_on_over_an_upgrade(tmp_path: Path) -> None:
         )
         assert said.stdout.strip() == "localllm 9.9.9"
         open_chat.ask("And another.")
-        # Whatever needs a worker anew gets the new version's, and what was read before is still
-        # known.
+        # A restarted worker is the new version's, and it still has the earlier messages.
         open_chat.worker().send_signal(signal.SIGKILL)
         open_chat.ask("And a last one.")
         open_chat.leave()

@@ -1,5 +1,5 @@
-"""The wheel holds all that the program needs: built, installed beside its dependencies alone, used
-from an empty home."""
+"""The wheel contains everything that the program needs. It is built, installed with its
+dependencies alone, and used from an empty home."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import pytest
 
 from shipping import wheels
 
-# (That dependencies install from an index, on every Python and at both ends, is
-# packaging/test-clean.sh's.)
+# packaging/test-clean.sh checks that dependencies install from an index, on every Python and at
+# both ends of the version ranges.
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the programs of an environment with our wheel are."""
+    """Return the folder of the programs in an environment with our wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     return wheels.environment(folder / "env", wheels.built(wheels.ROOT, folder))
 
 
 def used(installed: Path, home: Path, *words: str) -> str:
-    """What `localllm` prints for `words`."""
-    # A small model may go on for ever: the context ends it.
+    """Return the output of `localllm` for `words`."""
+    # A small model may generate without end, so the context limits it.
     environment = wheels.home_environment(home) | {"LOCALLLM_CONTEXT": "512"}
     done = subprocess.run(
         [installed / "localllm", *words],

@@ -1,6 +1,6 @@
-"""What the program does where POSIX's names are missing, as on Windows: simulated
-(windows_like/sitecustomize.py), never run there. Every module can be imported, the commands answer,
-and a chat and a server run, workers included."""
+"""The program runs without the names that only POSIX has, as on Windows. The tests simulate this
+with windows_like/sitecustomize.py, and have never run on Windows. Every module can be imported, the
+commands answer, and a chat and a server run with their workers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ assert os.name == "posix" and probe.__name__
 
 
 def environment() -> dict[str, str]:
-    """This one, with the simulation before everything else, and the encoding of a Western Windows
-    console."""
+    """Return this environment with the simulation first on the path, and the encoding of a Western
+    Windows console."""
     paths = [str(LIKE_WINDOWS), *(p for p in sys.path if p)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONIOENCODING": "cp1252"}
 
 
 def run(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    """A command, with `text` on its standard input."""
+    """Run a command with `text` on its standard input."""
     return subprocess.run(
         [sys.executable, *words], env=environment(), input=text, capture_output=True, text=True,
         encoding="cp1252", check=False,
@@ -96,7 +96,7 @@ def answers(url: str) -> bool:
 def test_a_chat_and_a_server_with_their_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A small model may go on for ever: the context ends it.
+    # A small model may generate without end, so the context limits it.
     monkeypatch.setenv("LOCALLLM_CONTEXT", "256")
     answer = run(
         "-m",

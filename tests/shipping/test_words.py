@@ -1,5 +1,5 @@
-"""What a newcomer reads: short sentences, the field's words, every page found, every setting real,
-every figure the program's."""
+"""Rules for the docs: short sentences, terms of the field, every page linked, real settings, and
+figures that match the program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINK = re.compile(r"\]\(([^)#]+\.md)(?:#[^)]*)?\)")
 
 
 def sentences(page: Path) -> Iterator[str]:
-    """The sentences of running text and of lists; tables, headings and code are no prose."""
+    """Yield the sentences of running text and lists, without tables, headings and code."""
     text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.S)
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[*-]|\d+\.) )", text):
         if paragraph.lstrip().startswith(("#", "|")):
@@ -51,7 +51,7 @@ def cells(page: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_is_read_once(page: Path) -> None:
-    """Bars: no sentence has more than 40 words; in a guide, half of them have 18 at most."""
+    """No sentence has more than 40 words. In guides, half of the sentences have at most 18."""
     counted = {sentence: n_words(sentence) for sentence in sentences(page)}
     assert [sentence for sentence, n in counted.items() if n > 40] == []
     assert [cell for cell in cells(page) if n_words(cell) > 40] == []
@@ -70,7 +70,7 @@ def test_a_change_is_told_in_two_sentences() -> None:
 
 
 def not_said() -> dict[str, str]:
-    """The glossary's table of words that are not used, with what is said in their place."""
+    """Return the glossary's words to avoid, each with its replacement."""
     table = (
         (ROOT / "docs" / "glossary.md")
         .read_text("utf-8")
@@ -91,7 +91,7 @@ def test_the_fields_words_are_used(page: Path) -> None:
 
 
 def test_every_page_is_two_links_away() -> None:
-    """From README by one page in between, and README itself is short."""
+    """At most one page is between README and any other page, and README is short."""
     assert len(README.read_text("utf-8").splitlines()) <= 90
 
     def linked(page: Path) -> set[Path]:
@@ -123,7 +123,7 @@ CODE += [
 
 @pytest.mark.parametrize("name", ["architecture.md", "extending.md", "glossary.md"])
 def test_what_is_said_of_the_code_is_there(name: str) -> None:
-    """Every file, folder and class that a page about the code names."""
+    """Every file, folder and class that a page about the code names exists."""
     told = re.findall(
         r"`([\w./*-]+|[A-Z]\w+(?:\.\w+)?)(?:\(\))?`", (ROOT / "docs" / name).read_text("utf-8")
     )
@@ -174,7 +174,7 @@ def settings_shown() -> Iterator[tuple[str, str]]:
         for number, block in enumerate(
             re.findall(r"```toml\n(.*?)```", page.read_text("utf-8"), flags=re.S)
         ):
-            # Files of the catalog and of a package are others than config.toml.
+            # Blocks of catalog files and of a package are not config.toml.
             if not block.startswith(("[[models]]", "[project")):
                 yield f"{page.name} {number}", block
 
@@ -183,12 +183,12 @@ def settings_shown() -> Iterator[tuple[str, str]]:
     ("where", "block"), [*settings_shown()], ids=lambda part: part if len(part) < 40 else ""
 )
 def test_settings_that_are_shown_are_understood(where: str, block: str) -> None:
-    # A hash of one's own stands there as dots.
+    # The page shows a hash as dots.
     text = block.replace('"…"', f'"{"0" * 64}"')
     tomllib.loads(text)
     paths.config_dir().mkdir(parents=True, exist_ok=True)
     (paths.config_dir() / "config.toml").write_text(text, encoding="utf-8")
-    assert Settings()["port"].automatic  # read without a word, and nothing set that is not shown
+    assert Settings()["port"].automatic  # read without an error, and no other setting is changed
 
 
 def test_the_table_of_machines_is_what_the_program_says() -> None:

@@ -1,5 +1,5 @@
-"""The CI files run what is in the Makefile and in packaging/, and say which of their jobs nobody
-here has run."""
+"""The CI files run the commands of the Makefile and of packaging/, and mark jobs that were never
+run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_step_is_something_that_exists(file: Path) -> None:
     for name, job in jobs(file).items():
         assert job["timeout-minutes"] <= 90, name
         assert all("uses" in step or "run" in step for step in job["steps"]), name
-        # Third parties' steps by a version that does not move under us.
+        # Third-party actions have a fixed version.
         assert all("@" in step["uses"] for step in job["steps"] if "uses" in step), name
 
 

@@ -1,5 +1,5 @@
-"""Our wheel as an installer gets it: built from a tree, installed beside this environment's
-libraries and nothing else of ours."""
+"""Our wheel as an installer gets it: built from a tree, and installed with this environment's
+libraries but without our checkout."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Whatever is not named here comes from the home the program is given.
+# Variables that are passed on. All others come from the home that the program is given.
 KEPT = ("PATH", "SYSTEMROOT", "TMPDIR", "LANG", "OPENBLAS_CORETYPE")
 
 
 def built(tree: Path, folder: Path) -> Path:
-    """The wheel of `tree`, in `folder`."""
+    """Build the wheel of `tree` in `folder`."""
     hatchling = pytest.importorskip(
         "hatchling", reason="hatchling builds the wheel: pip install hatchling"
     )
@@ -30,22 +30,22 @@ def built(tree: Path, folder: Path) -> Path:
 
 
 def environment(folder: Path, wheel: Path) -> Path:
-    """A new environment in `folder` with `wheel`, the libraries of this one behind it, and no
-    checkout in sight. Returns where its programs are."""
+    """Create an environment in `folder` with `wheel` and this environment's libraries, but without
+    our checkout. Return the folder of its programs."""
     venv.create(folder, with_pip=True)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     install(python.parent, wheel)
     where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site = subprocess.run(where, capture_output=True, text=True, check=True).stdout.strip()
-    # Behind our wheel in sys.path; the paths of an editable install are .pth files, which are not
-    # read there.
+    # These paths come after our wheel in sys.path. The paths of an editable install are .pth files,
+    # which Python does not read there.
     behind = [path for path in sys.path if path.endswith("site-packages")]
     (Path(site) / "behind.pth").write_text("\n".join(behind))
     return python.parent
 
 
 def install(programs: Path, wheel: Path) -> None:
-    """Install `wheel` in the place of whatever version is there."""
+    """Install `wheel` over the version that is there."""
     command = [
         programs / "python",
         "-m",
@@ -61,12 +61,12 @@ def install(programs: Path, wheel: Path) -> None:
 
 
 def home_environment(home: Path) -> dict[str, str]:
-    """The environment of a person whose home is `home`."""
+    """Return the environment of a user whose home is `home`."""
     return {name: value for name, value in os.environ.items() if name in KEPT} | {"HOME": str(home)}
 
 
 def next_version(folder: Path) -> Path:
-    """A copy of the tree whose version is 9.9.9."""
+    """Make a copy of the tree with the version 9.9.9."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout

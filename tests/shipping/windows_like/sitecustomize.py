@@ -1,6 +1,6 @@
-"""Makes this process, and every Python that it starts, look to our modules as it would on Windows:
-what only POSIX has is not there for them, whoever imports it and wherever. The standard library and
-the other packages see the real system."""
+"""Make this process, and every Python that it starts, look like Windows to our modules. Names that
+only POSIX has are missing for all imports in them. The standard library and other packages see the
+real system."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import types
 from typing import Any
 
 OURS = ("localllm", "localllm_backends", "localllm_catalog", "localllm_tui")
-# How this machine is looked at (device) and computed on (backends) stays this system's: there are
-# no others here.
+# These packages keep this system's names: the machine is probed and used for computing as it is.
 STILL_HERE = ("localllm.device", "localllm_backends", "localllm.memory")
 NOT_THERE = {
     "os": {
@@ -97,7 +96,7 @@ def _install() -> None:
         return seen.get(name) or real_import(name, globals, *rest)
 
     builtins.__import__ = as_on_windows
-    # Its own lock, as far as we use it: the C runtime has one of the kind.
+    # A replacement for the C runtime's lock, as far as we use it.
     locks = types.ModuleType("msvcrt")
     locks.LK_NBLCK, locks.LK_UNLCK = 2, 0  # type: ignore[attr-defined]
 
