@@ -1,4 +1,4 @@
-"""For the site: links to files that are not pages become plain text."""
+"""A hook of the site: links to files that are not pages become plain text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Says where the floors of pyproject.toml and the lists of packaging/constraints-oldest*.txt
-differ: a floor that nobody installs is a guess. Needs nothing but Python 3.11."""
+"""Report differences between the minimum versions in pyproject.toml and in
+packaging/constraints-oldest*.txt. A minimum that is never installed is a guess. This needs only
+Python 3.11."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from pathlib import Path
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 CONSTRAINTS = sorted(Path(__file__).parent.glob("constraints-oldest*.txt"))
-# Extras that are no part of the product, or that name one exact version.
+# Extras that are not part of the product, or that name one exact version.
 LEFT_OUT = ("dev", "test", "docs", "starter")
 
 
 def floors(pyproject: str) -> dict[str, set[str]]:
-    """Of each package that the product may use, the floors of its ranges (one, if all is well),
-    from `pyproject`'s text."""
+    """Return the minimum versions of each package that the product may use, from `pyproject`'s
+    text. Each set has one element if the ranges agree."""
     project = tomllib.loads(pyproject)["project"]
     extras = project.get("optional-dependencies", {})
     ranges = [
@@ -33,7 +34,7 @@ def floors(pyproject: str) -> dict[str, set[str]]:
 
 
 def pins(constraints: str) -> dict[str, str]:
-    """Package and exact version of each line of `constraints`."""
+    """Return the package and exact version of each line of `constraints`."""
     return dict(
         line.strip().split("==", 1)
         for line in constraints.splitlines()
@@ -42,8 +43,8 @@ def pins(constraints: str) -> dict[str, str]:
 
 
 def differences(pyproject: str, constraints: str) -> list[str]:
-    """A sentence for each package whose floor is not what the constraints have, in the order of the
-    alphabet."""
+    """Return one sentence for each package whose minimum differs from the constraints, sorted by
+    name."""
     ours, theirs = floors(pyproject), pins(constraints)
     return [
         f"{name}: pyproject.toml has {', '.join(sorted(ours.get(name, {'nothing'})))}, "
@@ -55,7 +56,7 @@ def differences(pyproject: str, constraints: str) -> list[str]:
 
 
 def _is_floor(pin: str, floor: str) -> bool:
-    # `12.560` was never released as such: the first 12.560.x is its floor.
+    # There was no release `12.560`, so the first 12.560.x is its minimum.
     return bool(pin) and (_release(pin) == _release(floor) or pin.startswith(floor + "."))
 
 

@@ -1,8 +1,8 @@
-"""Writes what packages carry beside the program, from the program: man pages, and completions for
+"""Write the files that packages ship in addition to the program: man pages, and completions for
 bash, zsh and fish.
 
 `python packaging/generated.py OUT` with the Python that localllm is installed for; OUT/man1,
-OUT/bash, OUT/zsh, OUT/fish. The completions hold words alone: a Tab starts no Python.
+OUT/bash, OUT/zsh, OUT/fish. The completions contain only words, so a Tab starts no Python.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ PROGRAM = "localllm"
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its spellings, the word for its value ("" for a switch), the values it may have,
-    and its help."""
+    """One option: spellings, word for its value ("" for a switch), allowed values, and help."""
 
     names: tuple[str, ...]
     metavar: str
@@ -37,7 +36,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Command:
-    """A command or a group, by its words (`localllm models rm` has two)."""
+    """A command or group, identified by its words (`localllm models rm` has two)."""
 
     words: tuple[str, ...]
     summary: str
@@ -47,14 +46,14 @@ class Command:
     commands: tuple[Command, ...] = field(default=())
 
     def all(self) -> Iterator[Command]:
-        """This one and those below it."""
+        """Yield this command and all its subcommands."""
         yield self
         for command in self.commands:
             yield from command.all()
 
 
 def read(group: Any, words: tuple[str, ...] = ()) -> Command:
-    """The command line as typer knows it, hidden commands and options left out."""
+    """Read the command line from typer, without hidden commands and options."""
     options, arguments = [], []
     context = group.make_context(PROGRAM, [], resilient_parsing=True)
     for parameter in group.get_params(context):
@@ -68,8 +67,8 @@ def read(group: Any, words: tuple[str, ...] = ()) -> Command:
         *names, last = re.split(r", | / ", spelling)
         name, _, metavar = last.partition(" ")
         metavar = re.sub(r"^<(int|float|str|path)>$", lambda kind: kind[1].upper(), metavar)
-        # What a metavar lists (`[chat|coding]`) but the words that stand for something (`N|all`)
-        # are all its values.
+        # A metavar such as `[chat|coding]` lists all values. A metavar with placeholders such as
+        # `N|all` does not.
         listed = metavar.strip("[]<>").split("|")
         values = (
             tuple(listed) if len(listed) > 1 and not any(word.isupper() for word in listed) else ()
@@ -89,7 +88,7 @@ def read(group: Any, words: tuple[str, ...] = ()) -> Command:
 
 
 def roff(text: str) -> str:
-    """`text` as roff shows it: its own signs, hyphens that can be copied, no line that is a
+    """Return `text` for roff, with escaped signs, hyphens that can be copied, and no line that is a
     request."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-")
     return "\n".join(
@@ -98,15 +97,14 @@ def roff(text: str) -> str:
 
 
 def today() -> str:
-    """The day that is written into the pages; SOURCE_DATE_EPOCH (seconds) makes two builds the
-    same."""
+    """Return the date for the pages. SOURCE_DATE_EPOCH (seconds) makes builds reproducible."""
     return time.strftime(
         "%Y-%m-%d", time.gmtime(int(os.environ.get("SOURCE_DATE_EPOCH") or time.time()))
     )
 
 
 def man_page(command: Command, epilog: str) -> str:
-    """The page of one command, in man(7)."""
+    """Return the man(7) page of one command."""
     name = "-".join((PROGRAM, *command.words))
     lines = [
         f'.TH "{roff(name.upper())}" 1 "{today()}" "localllm {__version__}" "localllm"',
@@ -151,15 +149,15 @@ def man_page(command: Command, epilog: str) -> str:
 
 
 def words_after(command: Command) -> list[str]:
-    """What may stand behind `command`: the commands below it, and its options."""
+    """Return the words that may follow `command`: its subcommands and its options."""
     return [c.words[-1] for c in command.commands] + [
         name for option in command.options for name in option.names
     ]
 
 
 def bash(root: Command) -> str:
-    """A completion for bash: the words of the longest command that was typed, values of options
-    that have them, files."""
+    """Return the completion for bash: words of the longest command that was typed, values of
+    options, and files."""
     cases = "\n".join(
         f'        "{" ".join(c.words)}") words="{" ".join(words_after(c))}" ;;' for c in root.all()
     )
@@ -193,7 +191,7 @@ complete -o filenames -F _{PROGRAM} {PROGRAM}
 
 
 def zsh(root: Command) -> str:
-    """A completion for zsh: as bash's, each word with its help."""
+    """Return the completion for zsh: the same words as for bash, each with its help."""
 
     def said(name: str, text: str) -> str:
         return "'" + f"{name}:{text}".replace("'", "'\\''").replace("\n", " ") + "'"
@@ -227,7 +225,7 @@ _{PROGRAM} "$@"
 
 
 def fish(root: Command) -> str:
-    """A completion for fish: one line for each word."""
+    """Return the completion for fish, with one line for each word."""
 
     def quoted(text: str) -> str:
         return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", " ") + "'"
@@ -262,7 +260,7 @@ def fish(root: Command) -> str:
 
 
 def write(out: Path) -> list[Path]:
-    """Write everything below `out`; returns the files."""
+    """Write all files to `out` and return their paths."""
     root = read(get_command(app))
     texts = {
         out / "man1" / f"{'-'.join((PROGRAM, *c.words))}.1": man_page(c, app.info.epilog or "")
