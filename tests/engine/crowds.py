@@ -1,5 +1,5 @@
-"""Random crowds against isolated runs: what one request answers must not depend on who else is
-served, or was before."""
+"""Compare random crowds of requests with isolated runs: an answer must not depend on other
+requests, earlier or concurrent."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from localllm.engine.core import Engine
 from localllm_backends.contract import Backend, Chunk
 from support.requests import request_for
 
-# Kernels round differently for different batch shapes, so a first divergence is allowed where the
-# two best logits of the isolated run lie within this of each other, relative to the row's spread.
-# The largest gap at which these models were seen to flip is 0.02; an honest mistake is orders above
-# it.
+# Kernels round differently for different batch shapes. A first divergence is therefore allowed if
+# the gap between the two best logits of the isolated run is at most this share of the row's spread.
+# The largest gap at which these models were seen to flip is 0.02; real errors are orders of
+# magnitude larger.
 NEAR_TIE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request of a crowd: `n` tokens after `prompt`, unless it is cancelled on the way."""
+    """One request of a crowd: generate `n` tokens after `prompt`, unless it is cancelled
+    earlier."""
 
     key: str
     prompt: list[int]
@@ -32,8 +33,8 @@ class Asked:
 
 @dataclass(slots=True)
 class Tally:
-    """What a run of crowds came to: first divergences at near ties, and others (flips of a
-    router)."""
+    """Counts of a run of crowds: requests, first divergences at near ties, and other divergences
+    (flips of a router)."""
 
     requests: int = 0
     ties: int = 0
@@ -41,8 +42,8 @@ class Tally:
 
 
 def isolated(backend: Backend, prompt: list[int], n: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens of one request alone that ignores the end, and how clear each choice was (gap
-    of the best two ÷ the row's spread)."""
+    """Return the greedy tokens of one isolated request that ignores the end of sequence, and the
+    margin of each choice (gap between the two best logits divided by the row's spread)."""
     ends = list(backend.info.eog_tokens)
     sequence = backend.new_sequence()
     for i in range(0, len(prompt), backend.info.n_batch):
@@ -66,15 +67,15 @@ def message(rng: random.Random) -> list[int]:
 
 
 def divergence(got: list[int], expected: list[int]) -> int | None:
-    """Where `got` first differs from `expected`."""
+    """Return the first index at which `got` differs from `expected`, or None."""
     return next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), None)
 
 
 def crowd(
     engine: Engine, rng: random.Random, name: str, histories: list[list[int]]
 ) -> tuple[list[Asked], Outcome]:
-    """Up to five requests that go on from some of `histories`, sent at random moments, until all
-    have ended."""
+    """Submit up to five requests that extend some of `histories`, at random moments, and step until
+    all have ended."""
     outcome = Outcome()
     asked = []
     for i in range(rng.randint(1, 5)):
@@ -97,8 +98,8 @@ def crowd(
 def crowds_equal_isolated_runs(
     engine: Engine, alone: Backend, seed: str, mixes: int, *, router_flips: float
 ) -> Tally:
-    """Serve `mixes` random crowds with `engine` and compare every answer with that of `alone`;
-    `router_flips` is the share of requests that may differ where the choice was clear (0 for a
+    """Serve `mixes` random crowds with `engine` and compare every answer with that of `alone`.
+    `router_flips` is the share of requests that may differ although the choice was clear (0 for a
     model without a router)."""
     rng = random.Random(seed)
     histories = [message(rng) for _ in range(3)]

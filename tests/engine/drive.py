@@ -1,4 +1,4 @@
-"""Drives an Engine in a test: submits requests, steps until quiet, collects text and ends."""
+"""Drive an Engine in a test: submit requests, step until all have ended, collect text and ends."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from localllm.engine.core import Engine
 from localllm.engine.messages import Event, Failure, Finish, Request, Sampling, Text, TokenLogprob
 
 GREEDY = Sampling(temperature=0.0)
-# For engines with an emulated clock: what other programs really take would change what is measured.
+# For engines with an emulated clock: real CPU use of other programs would change the measurements.
 ALONE = CpuContention(lambda: None)
 
 
 @dataclass
 class Outcome:
-    """What each request produced; `ends` holds its Finish or Failure, of which there must be
-    exactly one."""
+    """The output of each request. `ends` holds its Finish or Failure; there must be exactly one."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     text: dict[str, str] = field(default_factory=dict)
@@ -46,8 +45,7 @@ class Outcome:
 
 
 def advance(engine: Engine) -> list[Event]:
-    """What the worker's loop does while there is work: a step, or a moment's wait where requests
-    only wait."""
+    """Do one iteration of the worker's loop: a step, or an idle tick if all requests only wait."""
     if engine.can_step:
         return engine.step()
     engine.idle()
@@ -60,7 +58,7 @@ def run(
     between: Callable[[int], None] | None = None,
     most: int = 5000,
 ) -> Outcome:
-    """Submit all, step until nothing is left. `between(n)` is called after step n."""
+    """Submit all requests and step until all have ended. `between(n)` is called after step n."""
     outcome = Outcome()
     for request in requests:
         outcome.take(engine.submit(request, prompt_tokens(engine, request)))
@@ -85,7 +83,7 @@ def prompt_tokens(engine: Engine, request: Request) -> list[int]:
 
 
 def settle(engine: Engine) -> None:
-    """Let the housekeeping between requests finish."""
+    """Run `idle` until the housekeeping between requests is finished."""
     for _ in range(10_000):
         if not engine.idle():
             engine.check_integrity()

@@ -1,6 +1,6 @@
-"""A worker over the scripted backend whose third step is odd, as the order says: it hangs, works
-long, or stops every thread of the process; or its housekeeping fails. Run as a program by
-test_watchdog.py."""
+"""A worker with the scripted backend that misbehaves in its third step, as the given option
+selects: it hangs, computes for 4 s, or stops every thread of the process. With "untidy" its
+housekeeping fails instead. test_watchdog.py runs it as a program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Odd(ScriptedBackend):
     def _be_odd(self) -> None:
         match self.what:
             case "hang":
-                # as native code does: without the lock of Python's threads
+                # like native code, which releases Python's global interpreter lock
                 ctypes.CDLL(None).pause()
             case "lock":
                 ctypes.PyDLL(None).pause()

@@ -1,5 +1,5 @@
-"""The definition of sampling: llama.cpp's chain, one step after the other in double precision, over
-whole rows."""
+"""Reference implementation of sampling: llama.cpp's sampler chain, one sampler after the other in
+double precision, over complete rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Probs = NDArray[np.float64]
 
 
 def acceptance_probability(p: Distribution, q: Distribution) -> float:
-    """1 − TV(p, q): how often a token drawn from `q` is accepted."""
+    """Return 1 − TV(p, q): the probability that a token drawn from `q` is accepted."""
     return sum(min(p.prob(token), q.prob(token)) for token in p.ids.tolist())
 
 
@@ -32,7 +32,7 @@ def after_penalties(
     allowed: NDArray[np.bool_] | None = None,
     banned: Seq[int] = (),
 ) -> Probs:
-    """Logits after logit bias, penalties, DRY, grammar and bans."""
+    """Return the logits after logit bias, penalties, DRY, grammar and bans."""
     out = row.astype(np.float64)
     for token, bias in s.logit_bias.items():
         if 0 <= token < len(row):
@@ -56,8 +56,8 @@ def after_penalties(
 def dry_repetitions(
     history: Seq[int], s: Sampling, spell: Callable[[int], bytes]
 ) -> dict[int, int]:
-    """DRY: for every token of the window, the longest end of the window that stands right before it
-    too."""
+    """DRY: return for every token of the window the length of the longest suffix of the window that
+    also occurs right before that token."""
     n = len(history) if s.dry_penalty_last_n < 0 else s.dry_penalty_last_n
     window = list(history[max(0, len(history) - n) :])
     reach = _behind_the_last_breaker(window, [b.encode() for b in s.dry_sequence_breakers], spell)
@@ -80,8 +80,8 @@ def dry_repetitions(
 def _behind_the_last_breaker(
     window: Seq[int], breakers: Seq[bytes], spell: Callable[[int], bytes]
 ) -> int:
-    """Whole tokens behind the last breaker: of those that begin in the latest token, the one that
-    ends last."""
+    """Return the number of complete tokens after the last breaker. Of the breakers that start in
+    the latest token, the one that ends last counts."""
     found = []
     for first in range(len(window)):
         text = b"".join(spell(t) for t in window[first:])
@@ -103,13 +103,14 @@ def _shares(values: Probs) -> Probs:
 
 
 def readable(logits: Row | Probs) -> Probs:
-    """What is no number is never drawn, and of infinite ones there are no greater."""
+    """Replace NaN by −inf. If a logit is +inf, make all +inf logits equal and all others −inf."""
     row = np.where(np.isnan(logits), -np.inf, logits.astype(np.float64))
     return np.where(row == np.inf, 0.0, -np.inf) if np.inf in row else row
 
 
 def kept(row: Probs, s: Sampling) -> NDArray[np.int64]:
-    """What top_k, typical_p, top_p and min_p leave, in this order: by logit, then by id."""
+    """Return the ids that remain after top_k, typical_p, top_p and min_p, in this order, sorted by
+    logit, then by id."""
     ids = np.lexsort((np.arange(len(row)), -row))
     ids = ids[row[ids] > -np.inf]
     if not len(ids):
@@ -127,7 +128,7 @@ def kept(row: Probs, s: Sampling) -> NDArray[np.int64]:
 
 
 def tempered(row: Probs, ids: NDArray[np.int64], s: Sampling) -> Probs:
-    """What each of the ranked `ids` is drawn with, by XTC and the temperature (> 0)."""
+    """Return the probabilities of the ranked `ids` after XTC and the temperature (> 0)."""
     out = np.zeros(len(row))
     if not (row[ids] > -np.inf).all():
         out[ids] = 1.0
@@ -141,14 +142,14 @@ def tempered(row: Probs, ids: NDArray[np.int64], s: Sampling) -> Probs:
 
 
 def probabilities(logits: Row, s: Sampling) -> Probs:
-    """What each token is drawn with: top_k, typical_p, top_p, min_p, XTC, temperature (> 0), in
-    this order."""
+    """Return each token's probability after top_k, typical_p, top_p, min_p, XTC and temperature (>
+    0), in this order."""
     row = readable(logits)
     return tempered(row, kept(row, s), s)
 
 
 def rows_like_models(n: int, seed: int, kind: str) -> Row:
-    """Logits as models have them, and as nobody wants them."""
+    """Return random logits of the given kind: like those of models, or degenerate."""
     rng = np.random.default_rng(seed)
     row = rng.normal(0.0, 2.2, n).astype(np.float32)
     some = rng.integers(0, n, 40)
@@ -200,8 +201,8 @@ KINDS = (
 
 
 def interval_faults(drawn: Seq[tuple[float, int]], probs: Probs, tolerance: float) -> list[str]:
-    """Of draws as (uniform, token): what contradicts that each token has one interval of uniforms,
-    as long as it is probable."""
+    """Return the violations in draws given as (uniform, token): each token must own one interval of
+    uniforms, as long as the token's probability."""
     faults = []
     by_uniform = sorted(drawn)
     at = 0

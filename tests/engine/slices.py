@@ -1,5 +1,5 @@
-"""What tests of sliced prefill share: a scripted backend that reads in slices, and streams and
-prompts to read beside."""
+"""Shared helpers of the tests of sliced prefill: a scripted backend that prefills in slices, and
+streams and prompts to run at the same time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ MB = 10**6
 
 
 class ScriptedSlices(PrefillSlices):
-    """Reads 10 tokens a slice and joins them 20 at a time, by the scripted backend's own import."""
+    """Prefill 10 tokens a slice and import them 20 at a time with the scripted backend's own
+    import."""
 
     def __init__(self, backend: SlicedBackend, sequence: int, tokens: list[int]) -> None:
         self.backend, self.sequence, self.tokens = backend, sequence, tokens
@@ -57,7 +58,7 @@ class ScriptedSlices(PrefillSlices):
 
 
 class SlicedBackend(ScriptedBackend):
-    """A scripted backend that can read in slices."""
+    """A scripted backend that can prefill in slices."""
 
     def __init__(
         self, *, fails_at: int | None = None, refuses: bool = False, n_ctx: int = 2048
@@ -66,7 +67,7 @@ class SlicedBackend(ScriptedBackend):
         self.capabilities = replace(self.capabilities, sliced_prefill=True)
         self.slices: list[ScriptedSlices] = []
         self.fails_at, self.refuses = fails_at, refuses
-        # Tokens of a piece that comes to its end while it is told to stop.
+        # Tokens that the current piece still finishes while it is being stopped.
         self.done_at_the_stop = 0
 
     def sliced_prefill_bytes(self, n_tokens: int) -> int:
@@ -97,7 +98,7 @@ def ask(key: str, prompt: list[int], n: int = 8, prediction: str = "") -> Reques
 
 
 def start(engine: Engine, *requests: Request) -> Outcome:
-    """Submit, and step until each has its first token."""
+    """Submit the requests and step until each has its first token."""
     outcome = Outcome()
     for request in requests:
         outcome.take(engine.submit(request, list(request.prompt)))  # type: ignore[arg-type]

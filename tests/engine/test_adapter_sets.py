@@ -1,5 +1,5 @@
-"""Several sets of LoRA adapters over one copy of the weights: each request gets the answer of its own
-set, in whatever order sets take turns, and no cached prefix of one set serves another."""
+"""Several sets of LoRA adapters over one copy of the weights. Each request gets the answer of its
+own set, in any order of turns, and a cached prefix of one set never serves another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from models import tiny_gguf, tiny_lora
 from support.requests import request_for
 
 Chosen = tuple[tuple[int, float], ...] | None
-# None, each alone, at another scale, both: as `Generation.adapters` of adapters 0 and 1.
+# The base model, each adapter alone, one at another scale, both: as `Generation.adapters` of
+# adapters 0 and 1.
 SETS: list[Chosen] = [(), ((0, 1.0),), ((1, 1.0),), ((0, 0.5),), ((0, 1.0), (1, 0.5))]
 N_TOKENS = 8
 
@@ -65,7 +66,7 @@ def test_a_crowd_of_sets_answers_as_one_engine_for_each_set(kind: str, tmp_path:
 
 
 def stepped_sets(backend: Backend) -> list[AdapterSet]:
-    """The set of each step of `backend`, from now on."""
+    """Record the adapter set of each later step of `backend`."""
     used: list[AdapterSet] = []
     now: list[AdapterSet] = [()]
     step, use = backend.step, backend.use_adapters
@@ -85,7 +86,8 @@ def stepped_sets(backend: Backend) -> list[AdapterSet]:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_history_lets_a_prefix_of_one_set_serve_another(seed: int, tmp_path: Path) -> None:
-    """Shared beginnings, forks, parking, cancels, restarts with other adapters and defaults."""
+    """The history mixes shared prefixes, forks, parking, cancels, and restarts with other adapters
+    and defaults."""
     family = family_of("llamacpp", tmp_path)
     rng = random.Random(seed)
     heads = [words(i, 120) for i in range(2)]
@@ -93,7 +95,7 @@ def test_no_history_lets_a_prefix_of_one_set_serve_another(seed: int, tmp_path: 
     expected: dict[tuple[tuple[int, ...], Chosen], list[int]] = {}
     cached = 0
     for life in range(3):
-        # Adapter 0 is `first` in one life and `second` in the next.
+        # Adapter 0 is `first` in one engine's lifetime and `second` in the next.
         swapped = bool(life % 2)
         settings = EngineSettings(
             cache_bytes=rng.choice([10**5, 10**6]), disk_dir=str(tmp_path / "kv"), disk_bytes=10**8
@@ -131,7 +133,7 @@ def test_no_history_lets_a_prefix_of_one_set_serve_another(seed: int, tmp_path: 
 
 
 def both(family: Family, *, swapped: bool) -> LoadSpec:
-    """Both adapters, in one of two orders. The first one applies by default."""
+    """Return a spec with both adapters in one of two orders. The first one applies by default."""
     files = [str(family.first), str(family.second)]
     if swapped:
         files.reverse()
@@ -139,14 +141,15 @@ def both(family: Family, *, swapped: bool) -> LoadSpec:
 
 
 def renumbered(chosen: Chosen, swapped: bool) -> Chosen:
-    """The same adapters where their order is another one."""
+    """Return the same adapters with the numbers of the other order."""
     if not swapped:
         return chosen
     return tuple((1 - number, scale) for number, scale in chosen or ())
 
 
 def test_the_loaded_scales_are_a_set_like_any_other(tmp_path: Path) -> None:
-    """What was computed by default serves those who ask for the same set, after a restart too."""
+    """KV computed with the default scales serves requests that select the same set, also after a
+    restart."""
     family = family_of("llamacpp", tmp_path)
     prompt = words(5, 100)
     settings = EngineSettings(disk_dir=str(tmp_path / "kv"), disk_bytes=10**8)
@@ -266,7 +269,8 @@ def test_while_a_set_waits_no_other_set_gets_two_turns(
 
 
 def test_turns_last_long_compared_with_their_switches() -> None:
-    """24 switches' time, whatever a switch costs here; two steps if it costs nothing."""
+    """A turn lasts as long as 24 switches, for any cost of a switch, or two steps if a switch is
+    free."""
     for step_s, switch_s, n_steps in ((1.0, 0.0, 2), (1.0, 3.0, 69), (10.0, 3.0, 7)):
         turns = AdapterTurns(NAMES[0])
         lengths = []

@@ -1,4 +1,5 @@
-"""LoRA adapters on both engines: they come to merged weights, and no KV of another one is read."""
+"""LoRA adapters on both engines: they match merged weights, and KV of another adapter is never
+used."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from localllm_backends.mlx import backend_type as mlx
 from models import tiny_gguf, tiny_lora, tiny_mlx
 from support.requests import request_for
 
-# Logits of tiny float32 models: what is added apart is rounded apart.
+# Tolerance for logits of tiny float32 models: separately added adapters round differently.
 NOISE = 2e-3
 PROMPT = [510, *(3 + i * 7 % 247 for i in range(300))]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model with two adapters, and how it is loaded and merged."""
+    """A tiny model with two adapters, and the functions that load and merge it."""
 
     base: Path
     first: Path
@@ -43,7 +44,7 @@ class Family:
         return replace(spec, adapters=adapters)
 
     def merged(self, path: Path, scale: float = 1.0) -> Backend:
-        """The first adapter in the weights."""
+        """Load the model with the first adapter merged into its weights."""
         made = self.merge(path, self.base, self.first, scale)
         return self.load(replace(self.spec(), path=str(made)))
 
@@ -82,7 +83,7 @@ def family_of(kind: str, folder: Path) -> Family:
 
 
 def rows(backend: Backend, tokens: list[int] = PROMPT) -> np.ndarray:
-    """The logits behind every 64th of `tokens`; closes `backend`."""
+    """Return the logits after every 64th of `tokens` and close `backend`."""
     sequence = backend.new_sequence()
     found = [
         backend.step([Chunk(sequence, tokens[i : i + 64])]).logits(0)[-1].copy()
@@ -143,7 +144,7 @@ def test_no_kv_of_another_adapter_is_read_now_or_after_a_restart(
     kinds = [(), (LoraAdapter(first),), (LoraAdapter(second),), (LoraAdapter(first, 0.5),)]
 
     def ask(*adapters: LoraAdapter) -> tuple[list[int], list[int]]:
-        """What two requests of one engine answer, and how many tokens each took over."""
+        """Return the answers of two requests to one engine and their numbers of cached tokens."""
         settings = EngineSettings(disk_dir=str(tmp_path / "kv"), disk_bytes=10**9)
         engine = Engine(family.load(family.spec(*adapters)), settings)
         tokens, cached = [], []
@@ -171,7 +172,7 @@ def test_no_kv_of_another_adapter_is_read_now_or_after_a_restart(
 def test_a_crowd_under_an_adapter_answers_as_the_merged_model(
     family: Family, tmp_path: Path
 ) -> None:
-    """Forks, cut prompts, parking and disk among them."""
+    """The crowd includes forks, truncated prompts, parking and the disk."""
     settings = EngineSettings(cache_bytes=600_000, disk_dir=str(tmp_path / "kv"), disk_bytes=10**8)
     engine = Engine(family.load(family.spec(LoraAdapter(str(family.first)))), settings)
     alone = family.merged(tmp_path / "merged")
@@ -181,7 +182,7 @@ def test_a_crowd_under_an_adapter_answers_as_the_merged_model(
 
 
 def test_contexts_beside_the_served_one_compute_with_the_adapter(tmp_path: Path) -> None:
-    """A long prompt's own, and those that compare KV types."""
+    """This covers the context of a long prompt and the contexts that compare KV types."""
     base = tiny_gguf.write_llama(tmp_path / "base.gguf")
     laid = tiny_lora.write(tmp_path / "laid.gguf", base)
     merged = tiny_lora.merge(tmp_path / "merged.gguf", base, laid)

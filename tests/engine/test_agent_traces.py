@@ -1,5 +1,5 @@
-"""The cache on sessions of real coding agents that take turns: no worse than LRU over memory, disk
-and context together."""
+"""The cache with real sessions of coding agents that take turns: at least as good as LRU over
+memory, disk and context together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.traces import (
     read_shapes,
 )
 
-# A context that two of these sessions fill, and none of them twice.
+# A context that any two of these sessions fill and that no single session fills twice.
 N_CTX = 65_536
 SESSIONS, REQUESTS = 6, 9
 
@@ -36,7 +36,7 @@ def test_one_agent_reads_nothing_twice() -> None:
 def test_agents_that_take_turns_find_what_lru_over_all_places_would_hold(
     memory_gib: float, disk_gib: float
 ) -> None:
-    """A disk smaller than the context, or than memory, adds what those do not hold."""
+    """A disk smaller than the context, or than memory, adds the data that those do not hold."""
     reuse = compare(interleaved(sessions(), 3), memory_gib, disk_gib, N_CTX)
     assert reuse.ours >= reuse.lru - 0.01
     assert reuse.ours >= 0.95 * reuse.reachable
@@ -44,7 +44,7 @@ def test_agents_that_take_turns_find_what_lru_over_all_places_would_hold(
 
 
 def test_two_servers_reuse_as_much_as_one_with_the_memory_of_both() -> None:
-    """A pool keeps each session on one server, so its cache is divided, not copied."""
+    """A pool serves each session on one server, so its cache is divided, not duplicated."""
     lines = interleaved(sessions(), 3)
     memory_tokens = 10**9 // TOKEN_BYTES
     one = our_hits(lines, 2 * memory_tokens, 0, 2 * N_CTX)

@@ -1,5 +1,5 @@
-"""Requests of low priority beside another one: they make room for it, run in few of its steps, and
-end with the answers that they have alone."""
+"""Requests of low priority next to another request: they make room for it, run in few of its steps,
+and finish with the answers that they give alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def asked(id_: str, n_tokens: int, priority: int = 0) -> Request:
 
 
 def with_background(engine: Engine, n_steps: int) -> Outcome:
-    """Six requests of low priority, after some steps."""
+    """Submit six requests of low priority and run some steps."""
     outcome = Outcome()
     for i in range(N_BACKGROUND):
         request = asked(f"background {i}", 60, -1)
@@ -41,7 +41,7 @@ def with_background(engine: Engine, n_steps: int) -> Outcome:
 
 
 def beside(engine: Engine, outcome: Outcome, request: Request) -> list[set[str]]:
-    """The requests with text in each step until `request` has ended."""
+    """Return the ids of the requests with text in each step until `request` has ended."""
     outcome.take(engine.submit(request, prompt_tokens(engine, request)))
     steps: list[set[str]] = []
     while request.id not in outcome.ends:
@@ -76,7 +76,7 @@ def test_the_user_is_in_the_next_steps_and_in_every_step(n_seq_max: int, n_befor
 
 @dataclass(frozen=True)
 class Job:
-    """As much of a running request as the choice reads."""
+    """The fields of a running request that the scheduler's choice reads."""
 
     id: str
     background: bool
@@ -122,7 +122,7 @@ def test_a_real_model_answers_the_same(few_layers: Path) -> None:
 
 @dataclass
 class Clock:
-    """Advances by `step_s` when told to."""
+    """A clock that stands still until a test increases `now_s`."""
 
     now_s: float = 0.0
 
@@ -135,8 +135,8 @@ class Clock:
 def test_prompts_without_end_keep_one_of_low_priority_for_half_a_minute(
     n_seq_max: int, n_tokens: int
 ) -> None:
-    """There are always more prompts of normal priority than places. At half a second a step, the
-    request has its first token after half a minute, and soon its end."""
+    """There are always more prompts of normal priority than slots. With steps of 0.5 s, the
+    low-priority request gets its first token after half a minute and ends soon after."""
     clock = Clock()
     backend = ScriptedBackend(n_ctx=4096, n_seq_max=n_seq_max)
     engine = Engine(backend, EngineSettings(headroom_bytes=0), clock=clock)

@@ -1,5 +1,5 @@
-"""What a cached prefix is made of: each piece weighed by itself, gaps computed, and nothing read
-that means another thing."""
+"""The parts of a cached prefix: each block is judged separately, gaps are computed, and KV of other
+content is never read."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def engine_on(
         disk_dir=str(folder), disk_bytes=10**9, cache_bytes=cache_bytes, headroom_bytes=0
     )
     engine = Engine(backend, settings)
-    # A scripted token is computed in no time: here it costs 1 ms, and reading from disk what one of
-    # real size would.
+    # A scripted token takes no time to compute. Here it costs 1 ms, and a read from disk costs what
+    # a token of real size would.
     engine.pool.kv.speed = PrefillCost(1e-3)
     assert engine.pool.kv.disk is not None
     engine.pool.kv.disk.reads.learn(20_000, 1.0)
@@ -60,7 +60,7 @@ def test_a_first_line_in_a_large_block_is_computed_and_all_behind_it_taken(tmp_p
     assert cached == len(chat) - 1 - len(FIRST_LINE)
     assert second.snapshot()["recomputed_unread_tokens"] == len(FIRST_LINE)
     assert second.snapshot()["recomputed_evicted_tokens"] == 0
-    # Computed once, the first line has a block of its own: it is never computed again, nor after
+    # Once computed, the first line has a block of its own. It is never computed again, even after
     # another restart.
     _, cached = ask(second, "other", FIRST_LINE + SYSTEM + [TURN, 8, 8])
     assert cached == len(FIRST_LINE + SYSTEM) + 1
@@ -92,8 +92,7 @@ def test_what_is_read_from_disk_is_in_memory_for_the_next(tmp_path: Path) -> Non
 
 
 def test_a_full_memory_goes_on_taking_in_what_is_new(tmp_path: Path) -> None:
-    """One round after the other: what is on disk makes room in memory, wherever it stands in the
-    tree."""
+    """In each round, blocks that are on disk give up their memory, at any place in the tree."""
     engine = engine_on(tmp_path, cache_bytes=6000)
     for n in range(12):
         line = [TURN, 100 + n, *SYSTEM[:700]]
@@ -178,7 +177,8 @@ def test_a_parked_request_counts_what_it_computes_twice() -> None:
 
 
 def test_what_was_not_computed_before_is_not_computed_twice() -> None:
-    """Parked in the middle of its prompt: the rest of that is new."""
+    """A request is parked in the middle of its prompt. The rest of the prompt is new, so it does
+    not count as recomputed."""
     engine = Engine(
         ScriptedBackend(n_ctx=1024, n_batch=64), EngineSettings(cache_bytes=0, headroom_bytes=0)
     )
@@ -197,11 +197,11 @@ def test_what_was_not_computed_before_is_not_computed_twice() -> None:
     assert snapshot["recomputed_parked_tokens"] == read
 
 
-# --- what gives KV its meaning --------------------------------------------------------------------
+# --- identity of stored KV ------------------------------------------------------------------------
 
 
 def age(folder: Path) -> None:
-    """Give a folder the time stamp of one that no server used for longer than a day."""
+    """Give a folder the time stamp of one that no server has used for more than a day."""
     old_s = folder.stat().st_mtime - 1.1 * tunables.FOLDER_UNUSED_S
     os.utime(folder, (old_s, old_s))
 
@@ -254,8 +254,8 @@ def test_another_build_with_the_same_layout_reads_the_files(tmp_path: Path) -> N
 def test_rotated_and_plain_kv_are_not_taken_for_each_other(
     few_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """llama.cpp rotates quantised KV unless the environment says no; one read as the other gives
-    garbage."""
+    """llama.cpp rotates quantised KV unless an environment variable disables it. Reading rotated KV
+    as unrotated, or the reverse, gives garbage."""
     prompt = (
         "<|im_start|>user\nThe capital of France is Paris, of Italy Rome, of Spain Madrid. "
         "What is the capital of Italy?<|im_end|>\n<|im_start|>assistant\n"

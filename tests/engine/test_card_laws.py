@@ -1,5 +1,5 @@
-"""What a real card's step costs is a curve: laws of who waits how long, on a device with the curve
-that was measured on one, in its own time."""
+"""Bounds on waiting times on a device whose step durations follow the curve measured on a real
+card, with an emulated clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WARM = Speeds(first_use_s=0.0)
 
 
 class Card:
-    """An engine on an emulated card, and when each request's tokens came."""
+    """An engine on an emulated card. It records the times of each request's tokens."""
 
     def __init__(self, speeds: Speeds, **settings: Any) -> None:
         rows = np.random.default_rng(1).normal(size=(8, 300)).astype(np.float32)
@@ -35,7 +35,7 @@ class Card:
         self._asked = 0
 
     def ask(self, n_prompt: int, n_tokens: int, *, cached: bool = False) -> str:
-        """Submit a request; its name."""
+        """Submit a request and return its name."""
         self._asked += 1
         name = f"r{self._asked}"
         prompt = [3 + self._asked] * n_prompt
@@ -61,15 +61,15 @@ class Card:
         return self.device.clock.now()
 
     def first_token_s(self, n_prompt: int, *, cached: bool = False) -> float:
-        """How long a request that comes now waits for its first token."""
+        """Return how long a request submitted now waits for its first token."""
         began = self.now
         name = self.ask(n_prompt, 2, cached=cached)
         self.until(lambda: bool(self.came_s[name]))
         return self.came_s[name][0] - began
 
     def burst(self, n: int) -> tuple[float, list[float]]:
-        """Requests that come at once, one a moment before the others: how long all of them take,
-        and each one's first token."""
+        """Submit one request and the others one step later. Return the total duration and each
+        request's time to first token."""
         began = self.now
         names = [self.ask(PROMPT, ANSWER)]
         self._note(self.engine.step(self._note))
@@ -79,8 +79,8 @@ class Card:
 
 
 def allowed_s(n: int) -> float:
-    """What a burst of `n` takes at least: all prompts in the fewest steps, then all answers
-    together."""
+    """Return the least duration of a burst of `n`: all prompts in the fewest steps, then all
+    answers together."""
     whole, rest = divmod(n * PROMPT, 2048)
     return whole * WARM.step_s(2048) + WARM.step_s(rest) + (ANSWER - 1) * WARM.step_s(n)
 
@@ -90,7 +90,7 @@ def allowed_s(n: int) -> float:
 def test_a_newcomer_beside_streams_waits_little_longer_than_alone(
     streams: int, factor: float
 ) -> None:
-    """And nobody beside it is stopped for longer than the bound and a step."""
+    """No concurrent stream pauses for longer than the bound plus one step."""
     card = Card(WARM.times(factor))
     while card.engine.idle():
         pass
@@ -114,7 +114,8 @@ def test_a_burst_takes_little_more_than_the_curve_allows(streams: int) -> None:
 
 
 def test_nobody_s_first_burst_pays_for_what_is_loaded_once() -> None:
-    """Steps of all sizes are made behind "ready"; a burst that comes before pays for them."""
+    """Steps of all sizes are run after "ready". A burst that arrives earlier pays for their
+    loading."""
     card = Card(Speeds())
     cold_s, _ = card.burst(32)
     card = Card(Speeds())
@@ -138,7 +139,7 @@ def test_who_comes_during_the_first_steps_waits_for_one_of_them() -> None:
     assert max(waits) <= 2 * speeds.first_use_s + speeds.step_s(20)
 
 
-# Llama 3.1 8B in f16: 32 layers of 8 heads of 128, K and V.
+# Llama 3.1 8B in f16: 32 layers with 8 heads of 128 values, for K and V.
 KV_TOKEN_BYTES = 131_072
 
 
@@ -146,8 +147,7 @@ KV_TOKEN_BYTES = 131_072
 def test_after_a_restart_a_prompt_is_read_or_computed_whichever_is_quicker(
     tmp_path: Path, disk_bytes_s: float
 ) -> None:
-    """What a step costs was measured behind "ready", and the first pieces say how fast the disk
-    is."""
+    """Step costs were measured after "ready", and the first blocks show how fast the disk is."""
     speeds = Speeds(first_use_s=0.0, kv_token_bytes=KV_TOKEN_BYTES, bytes_s=3.35e12)
     settings = {"disk_dir": str(tmp_path), "disk_bytes": 10**9}
     before = Card(speeds, **settings)

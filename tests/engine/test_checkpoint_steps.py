@@ -1,5 +1,5 @@
-"""A point where a state is kept ends a step before its prompt does: the end of a short turn is not
-cut for one."""
+"""A checkpoint of a recurrent state ends a step before the end of the prompt. A short turn's end is
+not split for one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BLANK = 258
 
 
 class Paragraphs(ScriptedBackend):
-    """One token is a blank line."""
+    """A backend in which one token is a blank line."""
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
         return b".\n\n" if token == BLANK else super().token_bytes(token, special=special)
@@ -51,8 +51,8 @@ class Paragraphs(ScriptedBackend):
 
 @pytest.mark.parametrize("head", [300, 900])
 def test_a_second_question_about_a_document_reads_the_question_alone(head: int) -> None:
-    """A template without a turn of its own for instructions (Gemma's) has a blank line between them
-    and the question."""
+    """A chat template without a separate turn for instructions (Gemma's) has a blank line between
+    them and the question."""
     engine = Engine(Paragraphs(n_ctx=2048, n_batch=256, rewind="none", states=True))
     document = [*words(head, 1), BLANK]
     for key, question in (("first", words(30, 2)), ("second", words(30, 3))):
@@ -71,8 +71,8 @@ def test_a_second_question_about_a_document_reads_the_question_alone(head: int) 
 def test_a_branch_reads_twice_no_more_than_a_few_times_what_stood_behind_it(
     n: int, behind: int, known: int, opening: int
 ) -> None:
-    """A turn without paragraphs, and perhaps a few tokens that open the answer's; the next prompt
-    leaves this one `behind` tokens before the turn's end."""
+    """A turn without paragraphs, optionally followed by a few tokens that open the answer's turn.
+    The next prompt diverges `behind` tokens before the turn's end."""
     prompt = [TURN, *range(1000, 1000 + n), *[TURN, *range(2, opening + 1)][:opening]]
     branch = max(1 + n - behind, 0)
     points = checkpoints(prompt, 0, min(known, n), TURN.__eq__, never, 512)
@@ -84,8 +84,8 @@ def test_a_branch_reads_twice_no_more_than_a_few_times_what_stood_behind_it(
 def test_a_short_prompt_is_found_again_whatever_its_first_tokens_are_shared_with(
     known: int, n: int
 ) -> None:
-    """A template's first tokens are everybody's. No state is kept there, so they spare none at the
-    prompt's end."""
+    """All prompts share a template's first tokens. No state is kept after them, so they do not
+    replace a checkpoint near the prompt's end."""
     points = checkpoints(range(n), known, known, never, never, 512)
     assert points
     assert points[-1] >= n - 36
@@ -94,10 +94,11 @@ def test_a_short_prompt_is_found_again_whatever_its_first_tokens_are_shared_with
 @pytest.mark.parametrize(
     ("export_s", "token_s", "apart"),
     [
-        # a device that has a fence for each tensor: at most a tenth of a prompt's time
+        # a device that needs a fence for each tensor: exports take at most a tenth of a prompt's
+        # time
         (0.6, 2e-3, 4096),
         (0.6, 5e-4, 16384),
-        (0.6, 0.0, 512),  # nothing was read yet
+        (0.6, 0.0, 512),  # no prompt was computed yet
         (0.005, 2e-3, 512),
         (0.04, 2e-5, 512),
     ],
@@ -105,7 +106,7 @@ def test_a_short_prompt_is_found_again_whatever_its_first_tokens_are_shared_with
 def test_states_are_as_rare_as_their_copies_are_dear(
     export_s: float, token_s: float, apart: int
 ) -> None:
-    ticks = iter([0.0, export_s, 10.0, 10.0 + 3 * export_s])  # a later one may be disturbed
+    ticks = iter([0.0, export_s, 10.0, 10.0 + 3 * export_s])  # a later export may be disturbed
     backend = ScriptedBackend(n_ctx=2048, rewind="none", states=True)
     store = KvStore(backend, 1 << 30, clock=lambda: next(ticks))
     store.speed = PrefillCost(token_s)

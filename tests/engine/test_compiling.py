@@ -1,5 +1,5 @@
-"""A grammar is compiled beside the streams: they go on while it takes its time, and its request
-waits alone."""
+"""Grammars are compiled in parallel with the streams: the streams continue, and only the request
+with the grammar waits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GRAMMAR = ("json_schema", json.dumps(SCHEMA))
 
 
 class HeldBack:
-    """A compiler that begins when it is let."""
+    """A compiler that starts only after the test sets `let`."""
 
     def __init__(self, compile_: GrammarCompiler) -> None:
         self._compile = compile_
@@ -169,7 +169,8 @@ def test_a_grammar_goes_on_where_the_given_beginning_ends(few_layers: Path) -> N
     )
     assert outcome.text.get("whole", "") == ""
     assert outcome.finish("whole").reason == "stop"
-    # Words before the form are none of it: the form begins behind them.
+    # Text before the constrained part is not part of the grammar's text: the constrained part
+    # starts after it.
     said = "Here it is: "
     outcome = run(
         engine,

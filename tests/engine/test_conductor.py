@@ -1,4 +1,5 @@
-"""The conductor reads a prompt where its first token is expected sooner, by learnt costs."""
+"""The conductor prefills a prompt on the server that is expected to deliver its first token
+soonest, according to learned costs."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ PROMPT = as_tokens([5 + i % 200 for i in range(3001)])
 
 
 class QuietPeer(KvPeer):
-    """A server whose link is not measured and which sends nothing."""
+    """A server whose link is not measured and which sends no data."""
 
     def start(self) -> None:
-        """No thread."""
+        """Start no thread."""
 
     @contextmanager
     def asked(self, body: dict[str, Any], silence_s: float = 0.0) -> Iterator[KvAnswer]:
@@ -35,7 +36,7 @@ class QuietPeer(KvPeer):
 
 
 def costing(token_s: float) -> PrefillCost:
-    """The cost of a token after many steps of two sizes."""
+    """Return the cost learned from many steps of two sizes."""
     cost = PrefillCost()
     for _ in range(40):
         for n_tokens in (256, 2048):
@@ -44,7 +45,8 @@ def costing(token_s: float) -> PrefillCost:
 
 
 def conductor(here_s: float | None, *there_s: float | None, **fields: Any) -> Conductor:
-    """One with these seconds for a token here and on other servers (None: not measured)."""
+    """Return a conductor with these seconds per token for this server and for the others (None: not
+    measured)."""
     backend = ScriptedBackend(n_ctx=4096)
     identity = identity_of(backend)
     peers = []
@@ -60,7 +62,7 @@ def conductor(here_s: float | None, *there_s: float | None, **fields: Any) -> Co
 def chosen(
     found: Conductor, prompt: Tokens = PROMPT, start: int = 0, *, streams: bool = False
 ) -> str | None:
-    """The server that reads the prompt (None: this one)."""
+    """Return the name of the server that prefills the prompt (None: this one)."""
     fetch = found.begin(WantedKv(prompt, start, ""), streams=streams)
     if fetch is None:
         return None
@@ -92,7 +94,7 @@ def test_streams_here_make_reading_here_cost_twice() -> None:
 
 
 def test_only_the_uncached_part_counts() -> None:
-    """A transfer has a fixed cost, so a short rest is read here."""
+    """A transfer has a fixed cost, so a short uncached part is prefilled here."""
     found = conductor(0.001)
     peer = QuietPeer("http://far:1", None, "m", found.identity.to_json(), print)
     for _ in range(40):

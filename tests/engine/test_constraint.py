@@ -1,4 +1,4 @@
-"""Constrained output on a real model: whatever it would rather say, the text obeys the grammar."""
+"""Constrained output of a real model: the text matches the grammar, whatever the model prefers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
 PROMPT = "<|im_start|>user\nDescribe a cat.<|im_end|>\n<|im_start|>assistant\n"
-# Kernels round differently for different batches, so two texts may part where the best two tokens
-# were this close (in nats): that is so at one of the thirty below.
+# Kernels round differently for different batches, so two texts may diverge where the two best
+# tokens are this close (in nats). This happens at one of the thirty tokens below.
 NEAR_TIE = 0.1
 SCHEMA = {
     "type": "object",
@@ -73,7 +73,7 @@ def test_other_grammars_are_obeyed(engine: Engine, grammar: tuple[str, str], pat
 
 
 def _rules(name: str, n: int, sign: str) -> str:
-    """A chain: each rule leads to the next."""
+    """Return a chain of rules in which each rule refers to the next."""
     return "".join(f'{name}{i}{sign} "a" {name}{i + 1}\n' for i in range(n)) + (
         f'{name}{n}{sign} "b"\n'
     )
@@ -81,7 +81,7 @@ def _rules(name: str, n: int, sign: str) -> str:
 
 @pytest.mark.parametrize("name", ["r", "T"])
 def test_a_chain_of_rules_ends_no_process(engine: Engine, name: str) -> None:
-    """Of 8,000 the grammar engine's own recursion took more than a thread's stack has."""
+    """With 8,000 rules, the recursion of the grammar engine overflowed a thread's stack."""
     source = f"start: {name}0\n{_rules(name, 8000, ':')}"
     outcome = run(
         engine, request_for("a", PROMPT, max_tokens=8, sampling=GREEDY, grammar=("lark", source))
@@ -147,7 +147,7 @@ def test_constrained_and_free_requests_share_a_batch(engine: Engine) -> None:
 
 @pytest.mark.parametrize("bounds", [(-1e30, -1e29), (-(2**70), -(2**65)), (2**64, 2**65)])
 def test_bounds_that_the_grammar_engine_dies_of_never_reach_it(bounds: tuple[float, float]) -> None:
-    """The schema stands where one can hide: below a list, below a name."""
+    """The schema is nested in a list, under a property that is named like a keyword."""
     number = {"type": "integer", "minimum": bounds[0], "maximum": bounds[1]}
     schema = {"anyOf": [{"type": "object", "properties": {"minimum": number}}]}
     with pytest.raises(UnsupportedError, match="imum is not a number of at most"):

@@ -1,6 +1,6 @@
-"""Constrained output on a SentencePiece vocabulary, which puts a space before every text it takes
-for a beginning: what must come next is spelled without one; and space between JSON's parts has an
-end."""
+"""Constrained output with a SentencePiece vocabulary, whose tokenizer puts a space before each
+text. Forced text is tokenized without that space, and whitespace between JSON's parts is
+limited."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def backend(tiny_model: Path) -> Iterator[Backend]:
     "text", ["{", '{"name": "f", "arguments": ', "Ünïcode ✓", " w300", "a\n\tb", "\x02x", "\x02"]
 )
 def test_tokens_spell_exactly_the_text(backend: Backend, text: str) -> None:
-    # the space it adds
+    # the tokenizer's added space
     assert backend.tokenize("{", special=False)[0] != backend.tokenize(" {", special=False)[-1]
     vocabulary = Vocabulary(backend)
     tokens = vocabulary(text)

@@ -1,5 +1,5 @@
-"""A block may be removed where the context holds a copy of it. What a sequence shares with the cache
-is remembered, so asking for copies does not read the context again."""
+"""A block may be evicted if the context holds a copy of it. The pool remembers what a sequence
+shares with the cache, so looking for copies does not read the context's tokens again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAVING = 20 * PIECE
 
 
 class Counts:
-    """Tokens of sequences that were given to the tree, and blocks that were made."""
+    """Counts the sequence tokens passed to the tree, and the blocks made."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tokens = self.blocks = 0
@@ -49,7 +49,7 @@ class Counts:
 
 
 def computed(backend: CellsOnly, tokens: Sequence[int]) -> int:
-    """A sequence that holds `tokens`."""
+    """Compute `tokens` in a new sequence and return the sequence."""
     sequence = backend.new_sequence()
     backend.step([Chunk(sequence, list(tokens))])
     return sequence
@@ -58,9 +58,8 @@ def computed(backend: CellsOnly, tokens: Sequence[int]) -> int:
 def tokens_per_block(
     folder: Path, monkeypatch: pytest.MonkeyPatch, others: int, n_tokens: int
 ) -> float:
-    """Tokens read for each block of a request that leaves `others` in the context, which are so
-    long. Neither memory nor disk has room for all of them.
-    """
+    """Return the tokens read per block of a request that leaves the context while it holds `others`
+    idle sequences of `n_tokens` each. Neither memory nor disk has room for all of them."""
     monkeypatch.setattr(tunables, "PIECE_TOKENS", PIECE)
     backend = CellsOnly(others * n_tokens + LEAVING)
     backend.capabilities = replace(backend.capabilities, kv_on_device=True)

@@ -1,4 +1,4 @@
-"""The engine's loop, on the scripted backend: order, ends, limits, text, failure."""
+"""The engine's loop with the scripted backend: order, ends, limits, text, failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.scripted_backend import END, ScriptedBackend, row_after
 
 
 def reference(backend: ScriptedBackend, prompt: list[int], n: int) -> list[int]:
-    """Greedy tokens after `prompt`, without any engine."""
+    """Return the greedy tokens after `prompt`, computed without an engine."""
     line = list(prompt)
     for _ in range(n):
         token = int(row_after(line).argmax())
@@ -192,7 +192,7 @@ def test_events_tell_the_story_in_order() -> None:
     while engine.has_work:
         events += engine.step()
     assert [e.kind for e in events] == ["queued", *["prefill"] * 4, "text", "text", "finish"]
-    # Thirty tokens in batches of eight; what follows the last is the first token.
+    # Thirty tokens in batches of eight. The last batch is followed by the first token.
     read = [e for e in events if isinstance(e, Prefill)]
     assert [(e.done, e.total) for e in read] == [(0, 30), (8, 30), (16, 30), (24, 30)]
 
@@ -216,7 +216,7 @@ def test_logprobs_are_the_models_distribution() -> None:
 
 
 def test_a_long_prompt_does_not_freeze_a_running_stream() -> None:
-    """While one stream decodes, every step also carries its token, and prefill comes in bounded
+    """While one stream decodes, every step includes its token, and prefill runs in bounded
     chunks."""
     now = [0.0]
     backend = ScriptedBackend(n_ctx=4096, n_batch=512)
@@ -260,7 +260,8 @@ def test_a_long_prompt_does_not_freeze_a_running_stream() -> None:
 
 
 def test_a_line_nobody_asks_for_has_left_before_the_next_one_begins() -> None:
-    """Cells behind those of an idle line make every step of an answer dearer, to its end."""
+    """KV cells after those of an idle sequence would make every step of an answer more
+    expensive."""
     backend = ScriptedBackend(n_ctx=4096)
     engine = Engine(backend)
     run(engine, request_for("long", "x" * 3000, max_tokens=4, sampling=GREEDY, ignore_eos=True))
@@ -287,8 +288,8 @@ def test_a_line_nobody_asks_for_has_left_before_the_next_one_begins() -> None:
 def test_who_waits_is_served_by_priority_whatever_the_order_they_came_in(
     order: tuple[int, ...],
 ) -> None:
-    """Within half a minute of each other. The one of low priority that runs makes room, and
-    continues before the other one of low priority."""
+    """All arrive within half a minute. The running request of low priority makes room, and
+    continues before the waiting one of low priority."""
     tick = count()
     engine = Engine(ScriptedBackend(n_seq_max=1, n_ctx=512), clock=lambda: next(tick) / 1000)
     tiers = [0, 1, -1, 0]

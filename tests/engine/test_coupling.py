@@ -1,5 +1,5 @@
-"""Maximal coupling: what is emitted follows the target's distribution exactly, and as many drafts
-pass as can."""
+"""Maximal coupling: emitted tokens follow the target's distribution exactly, and the acceptance
+rate is the highest possible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ WEIGHTS = st.lists(st.integers(0, 20), min_size=2, max_size=8).filter(any)
 
 
 def dist(weights: list[int]) -> Distribution:
-    """A sparse distribution: tokens of weight 0 are filtered out, the most probable come first."""
+    """Return a sparse distribution without the tokens of weight 0, the most probable token
+    first."""
     total = sum(weights)
     ids = [i for i in sorted(range(len(weights)), key=lambda i: -weights[i]) if weights[i]]
     return Distribution(
@@ -28,13 +29,13 @@ def dist(weights: list[int]) -> Distribution:
 
 
 def emitted_exactly(p: Distribution, q: Distribution, n: int) -> np.ndarray:
-    """The distribution of the emitted token, by enumeration: q(x)·min(1, p(x)/q(x)) +
+    """Return the distribution of the emitted token by enumeration: q(x)·min(1, p(x)/q(x)) +
     P(rejected)·residual(x)."""
     out = np.zeros(n)
     rejected = 0.0
     for token, probability in zip(q.ids, q.probs, strict=True):
         accept = min(1.0, p.prob(int(token)) / probability)
-        # `rejection_sample` accepts below that threshold and not above it.
+        # `rejection_sample` accepts below that threshold and rejects above it.
         if accept > 0:
             assert rejection_sample(p, q, int(token), accept * 0.999, 0.5) == (int(token), True)
         if accept < 1:
@@ -88,10 +89,10 @@ def test_many_draws_fit_the_target(draws: int, a: list[int], b: list[int], seed:
     expected = p.probs * draws
     assert counts[[i for i in range(len(counts)) if i not in p.ids]].sum() == 0
     chi_square = float(((counts[p.ids] - expected) ** 2 / expected).sum())
-    # Mean k − 1, standard deviation √(2(k−1)); ten of those is never reached by chance.
+    # Mean k − 1, standard deviation √(2(k−1)); a deviation of ten of these never happens by chance.
     freedom = len(p.ids) - 1
     assert chi_square <= freedom + 10 * np.sqrt(2 * max(freedom, 1))
-    # Six standard deviations of a share, at its widest.
+    # Six standard deviations of a proportion, at its largest.
     assert abs(accepted / draws - acceptance_probability(p, q)) < 6 * 0.5 / np.sqrt(draws)
 
 
@@ -105,7 +106,8 @@ def test_many_draws_fit_the_target(draws: int, a: list[int], b: list[int], seed:
 def test_verify_couples_with_what_choose_draws_from(
     seed: int, top_k: int, top_p: float, min_p: float
 ) -> None:
-    """The sampler's own filters and temperature stand between logits and p."""
+    """The sampler applies its filters and temperature to the logits before the result is used as
+    p."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=12).astype(np.float32) * 2
     sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)

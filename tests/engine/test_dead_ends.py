@@ -1,5 +1,5 @@
-"""A constrained answer that ends by itself is whole: whatever the grammar, the schema and what is
-banned beside it."""
+"""A constrained answer that ends by itself is complete, for any grammar, schema and banned
+tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def engine(few_layers: Path) -> Iterator[Engine]:
 
 
 def a_dead_end(rng: random.Random) -> Any:
-    """A schema that leads, or may lead, to where nothing matches."""
+    """Return a schema that leads, or may lead, to a state in which no token is allowed."""
     endless = {"type": "object", "properties": {"a": {"$ref": "#/$defs/e"}}, "required": ["a"]}
     parts: list[Any] = [
         {"$ref": "#/$defs/e"},
@@ -84,7 +84,8 @@ def a_dead_end(rng: random.Random) -> Any:
 
 
 def banned(engine: Engine, rng: random.Random) -> dict[int, float]:
-    """Every token with one of some letters: what the grammar needs may be among them."""
+    """Ban every token that contains one of some random letters. Tokens that the grammar needs may
+    be among them."""
     letters = set(rng.sample(list(b'"}]ae01,:xb&'), rng.choice([0, 0, 1, 2])))
     tokens = range(engine.backend.info.n_vocab) if letters else ()
     return {t: -math.inf for t in tokens if letters & set(engine.backend.token_bytes(t))}

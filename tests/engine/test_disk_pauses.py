@@ -1,5 +1,5 @@
-"""Prefixes are written in the pauses of the work, so that writing costs nobody a token, and after a
-while regardless."""
+"""Prefixes are written to disk while the engine is idle, so that writing delays no token. After a
+while they are written even if it is busy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = as_tokens(np.arange(32, dtype=np.int32))
 
 
 class Told(threading.Event):
-    """An event that says when somebody waits for it, and how often."""
+    """An event that signals each time a thread starts to wait for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Told(threading.Event):
 
 
 def opened(directory: Path, told: Told | None = None) -> tuple[DiskTier, Told]:
-    """A tier whose engine is working, and the event its writer waits for."""
+    """Return a tier whose engine is busy, and the event that its writer waits for."""
     told = told or Told()
     tier = DiskTier(directory, "model", 10**9, quiet=told)
     tier.open(PrefixCache(capacity_bytes=10**9))
@@ -44,14 +44,14 @@ def opened(directory: Path, told: Told | None = None) -> tuple[DiskTier, Told]:
 
 
 def kept(tier: DiskTier, n: int) -> Block:
-    """A block that is to be written."""
+    """Create a block and queue it for writing."""
     block = tier.make_block(TOKENS, b"kv" * n, 0)
     tier.write(block, TOKENS, block.file_time_ns)
     return block
 
 
 def written(path: Path, within_s: float = 10.0) -> bool:
-    """Does the file appear?"""
+    """Return whether the file appears in time."""
     until = time.monotonic() + within_s
     event = threading.Event()
     while not path.exists() and time.monotonic() < until:
@@ -97,7 +97,7 @@ def test_much_in_hand_is_written_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 class Watched(Told):
-    """An event whose waiters' patience is remembered, in seconds, and who wait for nothing."""
+    """An event that records the timeout of each wait, in seconds, and returns at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,8 +111,8 @@ class Watched(Told):
 def test_what_is_written_beside_work_is_written_in_short_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that hashes and writes a line in one go takes a processor from those who compute,
-    for as long as that takes."""
+    """A thread that hashes and writes a sequence's KV without breaks would take a core from the
+    computation for all that time."""
     monkeypatch.setattr(tunables, "WRITE_PATIENCE_S", 0.0)
     watched = Watched()
     tier, _ = opened(tmp_path, watched)
@@ -120,7 +120,7 @@ def test_what_is_written_beside_work_is_written_in_short_turns(
     n_bytes = 8 * 2**20
     block = kept(tier, n_bytes // 2)
     assert written(block.path)
-    # One wait was for a pause before it began.
+    # One wait was for a pause before the writing started.
     assert len(watched.rests) - 1 >= n_bytes // 2**20, (
         "a turn is never longer than a megabyte takes"
     )

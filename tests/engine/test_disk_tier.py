@@ -1,4 +1,4 @@
-"""Prefixes on disk: they survive a restart, and nothing wrong is ever taken from there."""
+"""Prefixes on disk: they survive a restart, and damaged or foreign files are never used."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_directory_stays_within_its_size(tmp_path: Path) -> None:
 
 
 def test_what_memory_alone_holds_is_written_at_the_end_the_newest_first(tmp_path: Path) -> None:
-    """On a disk with room for one of three conversations, all of the last hour."""
+    """The disk has room for one of three conversations, all used within the last hour."""
     prompts = [[*[first + i % 50 for i in range(700)], 259, 60] for first in (40, 100, 160)]
     alone = on_disk(tmp_path / "alone")
     ask(alone, "a", prompts[0])
@@ -126,8 +126,8 @@ def test_what_memory_alone_holds_is_written_at_the_end_the_newest_first(tmp_path
 def test_killed_at_any_moment_it_starts_again_and_knows_what_was_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """What a process leaves that is killed are its files of that moment: they are copied, and
-    another starts on them."""
+    """The files on disk at the moment of a kill are emulated by a copy of the folder; a second
+    engine starts from the copy."""
     folder, left = tmp_path / "folder", tmp_path / "left"
     engine, rename = on_disk(folder), Path.replace
     answer, _ = ask(engine)
@@ -212,9 +212,9 @@ def test_a_real_model_continues_from_disk(smollm2: Path, tmp_path: Path) -> None
         usage = outcome.finish("a").usage
         assert usage.cached_tokens == (usage.prompt_tokens - 1 if i else 0)
         engine.close()
-    # A device reads a prompt's last token with other kernels alone than behind the rest, which
-    # moves quantised weights' logits by up to 0.4 of their spread: there this text's near ties may
-    # fall otherwise. Tiny models hold such devices to it.
+    # A GPU uses different kernels for a prompt's last token alone than for it in a batch. This
+    # changes logits of quantised weights by up to 0.4 of their spread, so near ties in this text
+    # may flip. Tests with tiny models check such devices instead.
     assert devices.has_gpu() or answers[0] == answers[1]
 
 

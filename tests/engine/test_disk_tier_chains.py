@@ -1,4 +1,5 @@
-"""Whatever is written, used and evicted: no file on disk is left without the files it hangs on."""
+"""After any writes, uses and evictions, no file on disk lacks the parent files that it depends
+on."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def open_tier(directory: Path, capacity_bytes: int) -> tuple[DiskTier, PrefixCac
 
 
 def store(tier: DiskTier, cache: PrefixCache, line: list[int]) -> None:
-    """As the engine exports a finished line: in pieces, wherever the cache has a gap."""
+    """Store a sequence as the engine exports a finished one: in pieces, wherever the cache has a
+    gap."""
     while (gap := cache.gap(line)) is not None:
         start, stop = gap[0], min(gap[1], gap[0] + PIECE)
         tokens = as_tokens(line[:stop])
@@ -33,7 +35,7 @@ def store(tier: DiskTier, cache: PrefixCache, line: list[int]) -> None:
 
 
 def reachable(directory: Path, capacity_bytes: int) -> tuple[int, int]:
-    """(files on disk, files a restarted engine can use)."""
+    """Return (files on disk, files that a restarted engine can use)."""
     on_disk = len(list(directory.glob("*/*.kv")))
     tier, _, entered = open_tier(directory, capacity_bytes)
     tier.close()
@@ -55,7 +57,7 @@ def test_no_file_is_ever_out_of_reach(
         if action == "store":
             store(tier, cache, line)
         elif action == "read":
-            # The deepest block alone: its parents are in memory and no file of theirs is read.
+            # Load only the deepest block: its parents are in memory, so their files are not read.
             for part in cache.match(line).parts[-1:]:
                 tier.load(part.block)  # type: ignore[arg-type]
         else:
@@ -100,7 +102,7 @@ def test_a_block_whose_file_was_evicted_keeps_its_memory(tmp_path: Path) -> None
 
 
 def test_room_in_memory_costs_no_file_of_what_the_context_holds(tmp_path: Path) -> None:
-    """One that is on disk alone has no memory to give."""
+    """A block that is only on disk has no memory to free."""
     tier, cache, _ = open_tier(tmp_path, 10**6)
     lines = [[1] * PIECE, [2] * PIECE]
     for line in lines:
@@ -130,8 +132,8 @@ def test_the_last_of_a_disk_is_left_to_others(
     store(tier, cache, [1] * 24)
     tier.flush()
     assert len(list(tmp_path.glob("*/*.kv"))) == 3
-    # Somebody else has filled it: what is kept makes room for what is new, and then it gives back
-    # what it has.
+    # Other programs have filled the disk. Old blocks first make room for new ones; then the tier
+    # gives its space back.
     free_bytes = 2 * 10**9
     store(tier, cache, [2] * 8)
     tier.flush()
@@ -147,7 +149,7 @@ def test_the_last_of_a_disk_is_left_to_others(
 def test_what_could_not_be_written_is_not_tried_again_until_it_is_used_again(
     tmp_path: Path,
 ) -> None:
-    """An engine that closes asks again and again while anything may still be written."""
+    """An engine that closes asks repeatedly while blocks may still be written."""
     tier, cache, _ = open_tier(tmp_path, BLOCK_BYTES // 2)
     line = as_tokens([1] * PIECE)
     block = tier.make_block(line, bytes(BLOCK_BYTES), 0)

@@ -1,4 +1,5 @@
-"""DRY and XTC against a plain reading of their definitions, and drafts verified under them."""
+"""Compare DRY and XTC with direct implementations of their definitions, and verify drafts under
+them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from support.examples import examples
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
-# Tokens of one, two and three letters: breakers lie inside of one, or across several.
+# Tokens of one, two and three letters, so that breakers lie within one token or span several.
 PIECES = [b"a", b"b", b"c", b"\n", b"a\n", b"b:", b"c*c", b":"]
 DRY = Sampling(dry_multiplier=0.8, dry_penalty_last_n=-1)
 HISTORIES = st.lists(st.integers(0, len(PIECES) - 1), max_size=40)
@@ -83,7 +84,7 @@ def test_a_very_long_repetition_is_a_number_still() -> None:
 
 
 def xtc_slowly(row: list[float], s: Sampling) -> dict[int, float]:
-    """Both cases, each with its probability."""
+    """Return the probabilities after XTC as the weighted sum of both cases."""
     exp = [math.exp(v - max(row)) for v in row]
     share = [e / math.fsum(exp) for e in exp]
     ranked = sorted(range(len(row)), key=lambda t: (-row[t], t))
@@ -162,7 +163,7 @@ def test_drafts_are_verified_against_what_would_be_drawn(change: dict[str, objec
 
 
 def generated(draft: str, sampling: Sampling, **more: object) -> tuple[list[int], str, int]:
-    """Tokens, text, and how many of the tokens were drafted."""
+    """Return the tokens, the text, and the number of accepted draft tokens."""
     engine = Engine(ScriptedBackend(n_ctx=1024), EngineSettings(draft=draft))
     engine.speculator.cost.set({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0, 32: 1.0})
     outcome = run(

@@ -1,5 +1,5 @@
-"""The embedding worker: a process that embeds, refuses in words, and is started again after it
-died, but not for ever at once."""
+"""The embedding worker: a process that embeds, refuses with a reason, and is restarted after it
+dies, but not again and again without a pause."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def test_a_dead_worker_is_an_error_and_the_next_request_starts_another(bert: Pat
 
 
 async def die_of_a_request(engine: EmbeddingEngine) -> None:
-    """The process ends while it holds a request, which is told."""
+    """Kill the process while it holds a request and check that the request fails with the signal's
+    name."""
     os.kill(engine.pid, signal.SIGSTOP)
     asked = asyncio.create_task(engine.embed(["hello"]))
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""When an answer may end, and when its reasoning must: min_tokens, stop_token_ids, a thinking
+"""When an answer may end, and when its reasoning must end: min_tokens, stop_token_ids, thinking
 budget."""
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ DRAFTS = pytest.mark.parametrize("draft", ["off", "ngram"])
 def answer(
     draft: str = "off", sampling: Sampling = GREEDY, max_tokens: int = 80, **more: object
 ) -> Outcome:
-    """With drafts, they are what the answer without any says: nearly all of them pass."""
+    """Run one request. With drafts, the prediction is the answer without drafts, so nearly all
+    drafts are accepted."""
     if draft != "off":
         more["prediction"] = answer("off", sampling, max_tokens, **more).text["r"] + " "
     engine = Engine(ScriptedBackend(n_ctx=1024), EngineSettings(draft=draft))
@@ -48,8 +49,8 @@ def test_an_answer_does_not_end_before_min_tokens(draft: str) -> None:
 @DRAFTS
 @pytest.mark.parametrize("hot", [False, True], ids=["greedy", "drawn"])
 def test_where_the_end_is_ignored_it_is_never_written(draft: str, hot: bool) -> None:
-    """As llama.cpp's server has it: tokens that end a turn have no text, and what follows them is
-    another turn."""
+    """As in llama.cpp's server: tokens that end a turn have no text, and later tokens would belong
+    to another turn."""
     sampling = a_seed_that_ends_soon() if hot else GREEDY
     outcome = answer(draft, sampling, max_tokens=300, ignore_eos=True)
     assert END not in outcome.tokens["r"]
@@ -99,8 +100,8 @@ def test_a_budget_of_nothing_ends_it_at_once() -> None:
 
 
 class Saying(ScriptedBackend):
-    """Writes `words`, token by token, wherever the prompt ends; then what the scripted backend
-    says."""
+    """A backend that writes `words`, token by token, after the prompt, and then continues like the
+    scripted backend."""
 
     words = ""
 

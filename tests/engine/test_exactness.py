@@ -1,10 +1,9 @@
-"""Batching, caching, parking and disk change no greedy answer of a real model, whatever its
-memory's shape.
+"""Batching, caching, parking and the disk change no greedy answer of a real model, for every kind
+of memory.
 
 A first divergence is allowed at a near tie (crowds.py), and counted. In a mixture of experts the
-tie may lie in the router, unseen, and send the token to another expert: such flips are bounded by
-number instead.
-"""
+near tie may be in the router, where it is not visible, and send the token to another expert. Such
+flips are limited in number instead."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def test_random_mixes_equal_isolated_runs(shape: str, mixes: int, tmp_path: Path
     path = SHAPES[shape](tmp_path / "model.gguf")
     spec = LoadSpec(str(path), n_ctx=768, n_seq_max=4, n_batch=64)
     alone = llamacpp.load(spec)
-    # A few kilobytes of cache force evictions; the disk tier brings some of it back.
+    # A small cache of 150 kB forces evictions; the disk tier restores some of the evicted KV.
     settings = EngineSettings(
         cache_bytes=150_000,
         disk_dir=str(tmp_path / "kv"),
@@ -59,8 +58,8 @@ def test_random_mixes_equal_isolated_runs(shape: str, mixes: int, tmp_path: Path
 
 
 def test_an_end_that_is_forbidden_is_not_taken_from_a_device_that_sorts(tiny_model: Path) -> None:
-    """Several greedy streams at once, whose best logit is the end; what the device found best may
-    be forbidden."""
+    """Several concurrent greedy streams have the end token as their best logit. The best token
+    found by the device may be forbidden."""
     spec, rng = LoadSpec(str(tiny_model), n_ctx=1024, n_seq_max=8), random.Random(1)
     alone, sorting = llamacpp.load(spec), llamacpp.load(spec)
     ends = set(alone.info.eog_tokens)
@@ -110,7 +109,7 @@ def test_real_weights_say_the_same_in_a_crowd_as_alone(few_layers: Path) -> None
 
 
 class Jumping:
-    """A clock by which each step took another time than the last."""
+    """A clock by which every step takes a different time."""
 
     def __init__(self, seed: int) -> None:
         self._rng, self._now_s = random.Random(seed), 0.0
@@ -121,7 +120,7 @@ class Jumping:
 
 
 def test_one_who_shares_nothing_is_told_the_same_bits_alone(few_layers: Path) -> None:
-    """Whatever steps cost, and whoever was there before."""
+    """This holds for any duration of steps and any earlier requests."""
     prompt = [(i * 7919) % 40_000 + 50 for i in range(300)] * 2
     said = []
     for seed in range(3):

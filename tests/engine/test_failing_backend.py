@@ -1,5 +1,5 @@
-"""A backend that fails where nobody waits for it costs no process; one that fails in a step costs
-that step's requests one clear error each, wherever in the step it is."""
+"""A backend failure outside of requests does not end the process. A failure at any point of a step
+gives each of the step's requests one clear error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from support.scripted_backend import ScriptedBackend
 
 
 class Faulty(ScriptedBackend):
-    """Fails where `when` says so: it is given what is done and how many rows it is done for."""
+    """A backend that fails when `when` returns an error. `when` gets the name of the operation and
+    the number of rows."""
 
     def __init__(self, when: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -88,7 +89,7 @@ def test_outputs_that_can_not_be_read_end_the_step_s_requests_with_one_error_eac
     def when(at: str, rows: int) -> Exception | None:
         nonlocal reads
         reads += at == what
-        # In the middle of a step of two: the first one's outputs were read.
+        # In the middle of a step with two requests: the first one's outputs were already read.
         return BackendFailure("the device was lost") if at == what and reads == 12 else None
 
     backend = Faulty(when)

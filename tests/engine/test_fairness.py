@@ -1,5 +1,5 @@
-"""Tenants share an engine evenly: who has 200 long requests queued does not delay a neighbour's
-short chat."""
+"""Tenants share an engine evenly: a tenant with 200 queued long requests does not delay another
+tenant's short chat."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def asked(id_: str, prompt: str, tenant: str, n_tokens: int, **more: int) -> Req
 
 
 def crowded(engine: Engine, n: int, n_tokens: int = 400, n_steps: int = 40) -> Outcome:
-    """An engine at which `greedy` has queued `n` long requests, after some steps at them."""
+    """Queue `n` long requests of the tenant `greedy`, run some steps, and return the outcome."""
     outcome = Outcome()
     for i in range(n):
         request = asked(f"greedy {i}", f"{i} {LONG}", "greedy", n_tokens)
@@ -66,8 +66,8 @@ def scripted(**settings_: int) -> Engine:
 
 
 def test_a_short_chat_waits_one_step_behind_two_hundred_long_requests() -> None:
-    """All places are taken and 192 wait: the newcomer is in the next step. Alone it needs as many
-    steps but one."""
+    """All slots are taken and 192 requests wait. The newcomer joins the next step, so it needs at
+    most one step more than alone."""
     prompt = "a short question?"
     alone = steps_to_first_token(scripted(), Outcome(), asked("b", prompt, "other", 8))
     engine = scripted()
@@ -81,7 +81,7 @@ def test_a_short_chat_waits_one_step_behind_two_hundred_long_requests() -> None:
 
 
 def test_prompts_are_read_for_the_newcomer_first() -> None:
-    """Nobody decodes yet, all are reading long prompts."""
+    """No request decodes yet; all are prefilling long prompts."""
     engine = scripted()
     outcome = crowded(engine, 20, n_steps=1)
     request = asked("b", "x" * 60, "other", 4)
@@ -89,7 +89,7 @@ def test_prompts_are_read_for_the_newcomer_first() -> None:
 
 
 def test_who_was_alone_before_owes_nothing() -> None:
-    """Tokens from a time when no other tenant had requests don't count against a newcomer."""
+    """Tokens from a time when no other tenant had requests do not count against a newcomer."""
     engine = scripted()
     for i in range(8):
         run(engine, asked(f"before {i}", f"earlier {i} {LONG}", "other", 40))
@@ -99,7 +99,7 @@ def test_who_was_alone_before_owes_nothing() -> None:
 
 
 def test_cached_prefixes_of_a_newcomer_come_before_those_of_a_crowd() -> None:
-    """All import KV from the cache, while one request decodes."""
+    """All requests import KV from the cache while one request decodes."""
     engine = scripted()
     outcome = crowded(engine, 8, n_tokens=4, n_steps=0)
     drain(engine, outcome)
@@ -125,7 +125,7 @@ def test_cached_prefixes_of_a_newcomer_come_before_those_of_a_crowd() -> None:
 def test_prompts_of_a_key_are_read_in_steps_that_another_key_can_wait_for(
     tenant: str, most: int
 ) -> None:
-    """128 tokens take longer than a step should, but less than its limit."""
+    """128 tokens take longer than the target duration of a step, but less than its limit."""
     backend = ScriptedBackend(n_ctx=4096, n_seq_max=8, n_batch=128)
     ticks = itertools.count(0.0, 0.2)
     engine = Engine(backend, EngineSettings(headroom_bytes=0), clock=lambda: next(ticks))
@@ -141,7 +141,8 @@ def test_prompts_of_a_key_are_read_in_steps_that_another_key_can_wait_for(
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_on_a_slow_machine() -> None:
-    """Both are of one tenant, and 128 tokens take longer than age counts for them."""
+    """Both requests have the same tenant, and 128 tokens take longer than the age that the order
+    takes into account."""
     ticks = itertools.count(0.0, 1.0)
     backend = ScriptedBackend(n_ctx=4096, n_seq_max=8, n_batch=128)
     engine = Engine(backend, EngineSettings(headroom_bytes=0), clock=lambda: next(ticks))
@@ -187,7 +188,7 @@ def test_two_with_much_to_do_get_as_much() -> None:
 @pytest.mark.parametrize("n_steps", [0, 1, 7])
 @pytest.mark.parametrize("n_choices", [2, 8, 16])
 def test_choices_of_one_request_leave_a_place(n_choices: int, n_steps: int) -> None:
-    """They wait for whoever else comes as one person's requests do for another's."""
+    """The choices make room for any newcomer as requests of one tenant do for another tenant."""
     engine = scripted()
     outcome = Outcome()
     for i in range(n_choices):
@@ -203,7 +204,8 @@ def test_choices_of_one_request_leave_a_place(n_choices: int, n_steps: int) -> N
 
 @pytest.mark.parametrize("had", [0, CREDIT_TOKENS // 2, CREDIT_TOKENS])
 def test_who_has_had_much_still_has_a_place_beside_choices(had: int) -> None:
-    """Whoever has none comes before the next of somebody's many, whose turn it is by tokens."""
+    """A request without a slot comes before the next choice of another request, even if that choice
+    is due by token count."""
     engine = scripted()
     outcome = Outcome()
     busy = asked("busy", "a question", "", CREDIT_TOKENS)
@@ -222,7 +224,7 @@ def test_who_has_had_much_still_has_a_place_beside_choices(had: int) -> None:
 
 
 def test_choices_get_no_more_than_their_tenant() -> None:
-    """However many such requests one has, the other tenant has its half."""
+    """For any number of such requests of one tenant, the other tenant gets its half."""
     shares = Shares()
     for i in range(8):
         shares.add_requester(("greedy", f"request {i}"))
@@ -277,7 +279,7 @@ def test_nobody_saves_up_more_than_the_credit(events: list[tuple[str, int, bool]
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=16), st.sampled_from("abcde"))
 def test_making_way_never_turns_round(running: list[str], newcomer: str) -> None:
-    """Whoever gave a place would not get it back at once."""
+    """The tenant that gave up a slot would not get it back at once."""
     shares = Shares()
     for tenant in (*running, newcomer):
         shares.add_requester(tenant)

@@ -1,5 +1,5 @@
-"""A backend whose forks copy: the cells a fork takes are counted before somebody is let in, so that
-nobody is parked for it."""
+"""A backend whose forks copy: the cells of a fork are counted before a request is admitted, so that
+no request is parked because of them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def test_nobody_is_parked_for_a_fork_that_takes_cells(
         return mx.fast.scaled_dot_product_attention(q, k, v, **options)
 
     path = tiny_mlx.SHAPES["llama"](tmp_path / "model")
-    # A model with attention of its own, which can't be computed in parts.
+    # A model with its own attention, which can't be computed in parts.
     monkeypatch.setattr("mlx_lm.models.llama.scaled_dot_product_attention", own_attention)
-    # Room for the first request (190 tokens) or for two prompts (300), but not for what the two go
-    # on to write.
+    # Room for the first request (190 tokens) or for two prompts (300), but not for the answers of
+    # both.
     engine = Engine(mlx.load(LoadSpec(str(path), n_ctx=310, n_seq_max=4, n_batch=64)))
     assert not engine.backend.capabilities.shares_cells
     prompt = [5 + i % 200 for i in range(150)]

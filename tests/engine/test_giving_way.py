@@ -1,5 +1,5 @@
-"""Decode takes the processors that others leave: a thread for each, and all of them again once they
-are free."""
+"""Decoding uses the cores that other programs leave idle, one thread for each, and uses all cores
+again once they are free."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEP_S = 0.02
 
 
 class Threaded(ScriptedBackend):
-    """Says what it was told."""
+    """A backend that records its thread limit."""
 
     most = 1000
 
@@ -41,7 +41,7 @@ class Threaded(ScriptedBackend):
 
 @dataclass
 class Machine:
-    """`cores` processors, and one that decodes on them beside others."""
+    """A machine with `cores` cores and a process that decodes on them while others compute."""
 
     cores: int
     now: float = 0.0
@@ -53,7 +53,8 @@ class Machine:
         self.giving_way = ThreadThrottle([self.backend], self.others)
 
     def steps(self, seconds: float, busy: float, step_s: float = STEP_S) -> int:
-        """Decode for so long beside that; the threads it takes in the end."""
+        """Decode for `seconds` while others keep `busy` cores busy; return the final number of
+        threads."""
         for _ in range(round(seconds / step_s)):
             self.now += step_s
             self.taken_s += busy * step_s
@@ -101,7 +102,7 @@ def test_two_that_give_way_to_each_other_share_the_processors(cores: int) -> Non
     machines = [Machine(cores), Machine(cores)]
     threads = [cores, cores]
     for _ in range(20):
-        # Each has a fair part of what it wants.
+        # Each process gets a fair share of the cores that it wants.
         wanted = sum(threads)
         has = [min(1.0, cores / wanted) * n for n in threads]
         threads = [m.steps(0.5, has[1 - i]) for i, m in enumerate(machines)]
@@ -111,7 +112,8 @@ def test_two_that_give_way_to_each_other_share_the_processors(cores: int) -> Non
 def test_a_short_step_takes_fewer_threads_and_says_the_same(
     few_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With far fewer tokens than attention is split among threads for (512, ops.cpp)."""
+    """The context is far shorter than the 512 tokens from which attention is split among threads
+    (ops.cpp)."""
     backend = backend_type.load(LoadSpec(str(few_layers), n_ctx=256))
     assert backend.capabilities.threaded
     tokens = backend.tokenize(
@@ -143,7 +145,7 @@ def test_a_short_step_takes_fewer_threads_and_says_the_same(
 
 @contextmanager
 def busy_neighbours(n: int) -> Iterator[None]:
-    """As many processes that do nothing but compute."""
+    """Run `n` processes that do nothing but compute."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n)]
     try:
         yield

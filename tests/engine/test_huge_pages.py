@@ -1,4 +1,4 @@
-"""What a worker computes from lies in pages of 2 MiB where Linux has them to give."""
+"""A worker's computation buffers use pages of 2 MiB if Linux offers them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ needs_huge_pages = pytest.mark.skipif(
 
 @needs_huge_pages
 def test_the_kv_of_a_worker_asks_for_huge_pages(few_layers: Path) -> None:
-    """In /proc/PID/smaps the mappings of more than a few MiB that are no file's carry the flag
-    `hg`."""
+    """In /proc/PID/smaps, anonymous mappings larger than a few MiB carry the flag `hg`."""
 
     async def story() -> list[str]:
         supervisor = Supervisor(WorkerOptions(LoadSpec(str(few_layers), n_ctx=8192)))

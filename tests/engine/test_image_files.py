@@ -1,5 +1,5 @@
-"""Image files from anybody: read, or refused with the reason, and never a crash, a hang or
-gigabytes."""
+"""Untrusted image files are decoded, or refused with the reason. They never cause a crash, a hang
+or gigabytes of memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ SEEDS = [("PNG", 97, 41), ("JPEG", 120, 80), ("WEBP", 64, 200), ("GIF", 50, 60)]
 
 
 def mutated(rng: random.Random) -> bytes:
-    """A file of one of the formats with a few bytes changed, cut, doubled or taken from another."""
+    """Return a file of one of the formats with some bytes changed, removed, duplicated or taken
+    from another file."""
     kind, width, height = rng.choice(SEEDS)
     data = bytearray(png(width, height, rng.randrange(8), kind))
     for _ in range(rng.choice((1, 1, 2, 5, 30))):
         at, action = rng.randrange(len(data)), rng.randrange(6)
-        # Headers are where the sizes stand.
+        # The sizes are in the headers.
         at = at if rng.random() < 0.5 else rng.randrange(min(64, len(data)))
         if action == 0:
             data[at] = rng.randrange(256)
@@ -46,7 +47,8 @@ def mutated(rng: random.Random) -> bytes:
 
 
 def fuzz(n: int, seed: int) -> tuple[int, int]:
-    """(read, refused) of `n` mutated files. Each takes a second at most."""
+    """Decode `n` mutated files and return (decoded, refused). Each file takes less than 10 s of CPU
+    time."""
     rng = random.Random(seed)
     read = refused = 0
     for _ in range(n):
@@ -79,7 +81,7 @@ def test_two_thousand_mutated_files_take_bounded_memory() -> None:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG of so many black pixels, a few kilobytes."""
+    """Return a PNG of a few kilobytes with that many black pixels."""
     from PIL import Image
 
     made = io.BytesIO()

@@ -1,5 +1,4 @@
-"""Images and sounds through the engine: encoded once, cached as the tokens they are, and never cut
-in two."""
+"""Images and sounds in the engine: encoded once, cached as tokens, and never split."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ pytestmark = needs_pillow()
 IMAGES = {"{A}": png(64, 64, 1), "{B}": png(300, 200, 2), "{C}": png(60, 400, 3)}
 SOUNDS = {"{A}": samples(0.6, 1), "{B}": samples(2, 2), "{C}": samples(1.5, 3)}
 HEARING = ("gemma4ua", "both")
-# The media of the model that is tested, by mark.
+# The media files of the model under test, by placeholder.
 FILES: dict[str, str] = {}
 
 
@@ -81,8 +80,8 @@ def load(model: VisionModel, settings: EngineSettings | None = None, **spec: Any
 
 
 def ask(engine: Engine, *requests: Request, cancel: dict[str, int] | None = None) -> Outcome:
-    """Submit all, as the worker does, and step until nothing is left; `cancel`: ids, and behind how
-    many steps."""
+    """Submit all requests as the worker does and step until all have ended. `cancel` maps request
+    ids to the number of steps after which they are cancelled."""
     outcome = Outcome()
     reader = MediaReader(engine.backend)  # type: ignore[arg-type]
     for request in requests:
@@ -102,14 +101,14 @@ def ask(engine: Engine, *requests: Request, cancel: dict[str, int] | None = None
 
 
 def prompt(text: str, request_id: str = "r", most: int = 12) -> Request:
-    """`text`, in which A, B and C in braces are the model's media."""
+    """A request for `text`, in which A, B and C in braces stand for the model's media."""
     return Request(
         request_id, text, Generation(GREEDY, max_tokens=most, ignore_eos=True), media=dict(FILES)
     )
 
 
 def plain(engine: Engine, request: Request, most: int = 12) -> list[int]:
-    """The greedy tokens of the backend alone, which never ends."""
+    """Return the greedy tokens of the backend without the engine, ignoring the end of sequence."""
     backend: Any = engine.backend
 
     def best_of(chunk: Chunk) -> int:
@@ -157,23 +156,23 @@ def test_an_answer_is_the_plain_one_and_a_second_turn_encodes_nothing(
     assert outcome.tokens["r"] == expected
     assert encodes(engine) == 2
     settle(engine)
-    # The next turn: the same images, and more text.
+    # The next turn: the same images and more text.
     second = prompt("look: {A} and {B} what do they show" + outcome.text["r"] + " go on please")
     again = ask(engine, second)
     usage = again.finish("r").usage
     assert encodes(engine) == 2
-    # A model that can't rewind goes on from the last state that was kept.
+    # A model that can't rewind continues from the last checkpoint.
     slack = 0 if engine.backend.capabilities.rewind == "any" or model.text.is_file() else 12
     assert usage.cached_tokens >= outcome.finish("r").usage.prompt_tokens - 8 - slack
     assert again.tokens["r"] == plain(engine, second)
     engine.close()
-    # After a restart its KV comes from disk.
+    # After a restart the KV comes from disk.
     engine = load(model, settings)
     third = ask(engine, second)
     assert third.tokens["r"] == again.tokens["r"]
     assert encodes(engine) == 0
     assert third.finish("r").usage.cached_tokens >= usage.prompt_tokens - 20 - slack
-    # And a line that was never read takes the images' embeddings from there.
+    # A prompt that was never computed takes the images' embeddings from disk, too.
     ask(engine, prompt("something else entirely {B} then {A} and so"))
     assert encodes(engine) == 0
     engine.close()
@@ -239,7 +238,7 @@ def test_a_context_too_small_for_an_image_is_said_before_any_queue(model: Vision
     failure = outcome.failure("r")
     assert failure.code == "context_length_exceeded"
     assert encodes(engine) == 0
-    # Tight, it parks and goes on.
+    # In a tight context, requests are parked and continue later.
     texts = ["{A} see {B} x", "y {B} and {C}", "{C} z {A} w"]
     expected = {f"r{i}": plain(engine, prompt(t)) for i, t in enumerate(texts)}
     assert ask(engine, *[prompt(t, f"r{i}") for i, t in enumerate(texts)]).tokens == expected
@@ -266,8 +265,8 @@ def test_penalties_and_drafts_look_past_images(model: VisionModel) -> None:
 @needs_mtmd()
 @pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
 def test_heads_draft_behind_images_and_change_nothing(kind: str, tmp_path: Path) -> None:
-    """Positions in a row, and in two dimensions with a state: text behind an image is drafted by
-    heads that begin anew there."""
+    """Once with positions in one dimension, once with two-dimensional positions and a recurrent
+    state: heads start anew after an image and draft the text after it."""
     show_images()
     write, n_rewind = (tiny_mtp.write_mtp, 0) if kind == "llava" else (tiny_mtp.write_hybrid_mtp, 4)
     text = write(tmp_path / "heads.gguf", likeness=0.35)

@@ -1,5 +1,5 @@
-"""What is cancelled in the middle of a step does not hold the processor to its end: nothing of it
-is kept, nothing is lost."""
+"""Cancelling a request in the middle of a step stops the step early. No part of that step is kept,
+and no other data is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from support.scripted_backend import ScriptedBackend, ScriptedResult
 
 
 class Interruptible(ScriptedBackend):
-    """Calls `meanwhile` from another thread in every step, and can be interrupted by it."""
+    """A backend that calls `meanwhile` in another thread during every step and can be interrupted
+    by it."""
 
     def __init__(self) -> None:
         super().__init__(n_ctx=1024, n_batch=64)
@@ -108,8 +109,8 @@ def test_a_step_that_others_share_goes_on() -> None:
 
 
 def an_interrupted_step_changes_nothing(path: Path, layers: int) -> float:
-    """Of the model in `path`, with so many layers on a device: how far its logits are from an
-    undisturbed line's, as a share."""
+    """Interrupt a step of the model in `path` with that many layers on a device. Return how far the
+    logits then differ from those of an undisturbed sequence, as a share."""
     backend = llamacpp.load(
         LoadSpec(str(path), n_ctx=1024, n_batch=256, placement=Placement(gpu_layers=layers))
     )
@@ -134,7 +135,7 @@ def an_interrupted_step_changes_nothing(path: Path, layers: int) -> float:
             backend.truncate(line, 200)
         else:
             pytest.fail("no step was interrupted")
-        # A step that takes no time is left alone.
+        # A very short step ends before an interrupt.
         backend.step([Chunk(line, [5])])
         backend.truncate(line, 200)
     finally:
@@ -144,7 +145,7 @@ def an_interrupted_step_changes_nothing(path: Path, layers: int) -> float:
     assert backend.length(line) == 200
     try:
         backend.step([Chunk(line, words(40, 3), 0)])
-    except InterruptedStepError:  # the last word of the other thread came after the step before
+    except InterruptedStepError:  # the last interrupt arrived after the step before
         backend.step([Chunk(line, words(40, 3), 0)])
     backend.truncate(line, 200)
     rows = [backend.step([Chunk(s, words(150, 2))]).logits(0)[-1].copy() for s in (line, other)]
@@ -200,8 +201,8 @@ def test_a_worker_does_not_read_on_for_somebody_who_left(smollm2: Path) -> None:
 
 
 def largest_steps(interruptible: bool, others: int) -> int:
-    """Tokens in the largest step of a prompt on a machine that reads 700 tokens a second, with so
-    many other prompts."""
+    """Return the number of tokens in the largest step of a prompt on a machine that prefills 700
+    tokens/s, with that many other prompts."""
     backend = Interruptible()
     backend.capabilities = replace(backend.capabilities, interruptible=interruptible)
     backend.info = replace(backend.info, n_batch=512)

@@ -1,4 +1,4 @@
-"""The thread that receives KV leaves the processor to streams, and only to them."""
+"""The thread that receives KV yields the processor to decoding streams, and only to them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ IDENTITY = identity_of(ScriptedBackend())
 
 @dataclass
 class Sending(KvPeer):
-    """A server that sends two blocks in small pieces. `ended` is set after the last piece was read."""
+    """A server that sends two blocks in small pieces. `ended` is set after the last piece was
+    read."""
 
     ended: threading.Event = field(default_factory=threading.Event)
 

@@ -1,4 +1,5 @@
-"""Frames of a KV transfer: read in any pieces, bounded, and no block without its checksum."""
+"""Frames of a KV transfer: they may arrive in any pieces, their size is limited, and a block is
+used only if its checksum matches."""
 
 from __future__ import annotations
 

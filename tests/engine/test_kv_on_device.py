@@ -1,6 +1,6 @@
-"""Where KV lies on a device, reading it out costs a round trip for each run of cells: lines stay in
-the context while there is room, and leave it between requests, a bounded number of copies at a
-time."""
+"""If KV is in device memory, exporting it costs a round trip for each run of cells. Sequences stay
+in the context while there is room. They are exported between requests, with a limited number of
+copies at a time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LAYERS = 30
 
 
 class OnDevice(ScriptedBackend):
-    """Every step's tokens take the next cells, as llama.cpp gives them out; counts the copies that
-    exports make of them."""
+    """A backend in which every step's tokens take the next cells, as in llama.cpp. It counts the
+    copies that exports make."""
 
     def __init__(self, n_ctx: int = 8192, n_seq_max: int = 16, *, on_device: bool = True) -> None:
         super().__init__(n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=64)
@@ -71,7 +71,7 @@ def prompt(i: int, n: int = 200) -> list[int]:
 
 
 def eight(engine: Engine, n: int = 90) -> Outcome:
-    """Eight answers, written together."""
+    """Generate eight answers concurrently."""
     asked = [
         request_for(f"r{i}", prompt(i), max_tokens=n, sampling=GREEDY, ignore_eos=True)
         for i in range(8)
@@ -110,7 +110,8 @@ def test_a_prompt_lies_in_one_run_and_is_copied_in_large_pieces() -> None:
 
 
 def test_where_cells_run_short_lines_leave_bit_by_bit_beside_the_others() -> None:
-    """What a newcomer needs is free by then: it waits for no export of a whole line."""
+    """The cells that a newcomer needs are free by then, so it does not wait for the export of a
+    complete sequence."""
     backend = OnDevice(n_ctx=3000)
     engine = Engine(backend, EngineSettings(headroom_bytes=0))
     eight(engine)

@@ -1,5 +1,5 @@
-"""KV types: the memory they take is what llama.cpp says, their answers stay near f16's, and a slow
-one is replaced."""
+"""KV types: their memory matches llama.cpp's report, their answers stay close to those of f16, and
+a slow type is replaced."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ TEXT = (
     "He counted 14 gulls on Monday and 23 on Tuesday; nobody knew why. "
 ) * 8
 # Measured with SmolLM2-135M over these 200 positions, KL(f16 || type) in nats: q8_0 mean 0.0007,
-# worst 0.014, same best token at 98.8 %; q4_0 0.014, 0.18, 95 %. The bounds are three times that,
-# behind three times what f16 differs from itself by where the text is cut otherwise: kernels of
-# some devices round by the shape of a batch (an H200's q8_0: mean 0.0096).
+# worst 0.014, same best token at 98.8 %; q4_0 mean 0.014, worst 0.18, same best token at 95 %. The
+# bounds are three times that. To them, three times the difference of f16 from itself with another
+# split of the text is added: kernels of some devices round by the shape of a batch (q8_0 on an
+# H200: mean 0.0096).
 BOUNDS: dict[KvType, tuple[float, float, float]] = {
     "q8_0": (0.002, 0.05, 0.04),
     "q4_0": (0.05, 0.6, 0.12),
@@ -42,7 +43,7 @@ def pairs(kind: KvType) -> LoadSpec:
 
 @pytest.fixture(autouse=True)
 def _as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are about the types, not about how busy the machine is."""
+    """Replace the speed measurement: these tests check the types, not how busy the machine is."""
     monkeypatch.setattr(kv_probe, "measure_pair", lambda *_: Timing(1.0, 1.0))
 
 
@@ -72,8 +73,8 @@ def test_kv_memory_is_what_llamacpp_plans_and_the_shapes_say(
     loaded: Backend, smollm2: Path
 ) -> None:
     kind = loaded.info.kv_type_k
-    # A second opinion from llama.cpp: the cache's own line, of a context planned elsewhere and
-    # never allocated.
+    # A second source from llama.cpp: the size of the cache that it logs for a context planned
+    # separately and never allocated.
     said = plan(
         smollm2,
         [
@@ -89,7 +90,8 @@ def test_kv_memory_is_what_llamacpp_plans_and_the_shapes_say(
 
 
 def said_with(path: Path, kind: KvType, piece: int = 50) -> Logits:
-    """The log probabilities with KV of this type, read in pieces of so many tokens."""
+    """Return the log probabilities with KV of this type, prefilled in chunks of that many
+    tokens."""
     backend = backend_type.load(replace(pairs(kind), path=str(path)))
     assert backend.info.kv_type_k == kind
     said = log_probabilities(backend, piece)
@@ -98,7 +100,8 @@ def said_with(path: Path, kind: KvType, piece: int = 50) -> Logits:
 
 
 def differences(exact: Logits, near: Logits) -> tuple[float, float, float]:
-    """Mean and worst divergence in nats, and the share of positions with another best token."""
+    """Return the mean and worst divergence in nats, and the share of positions with another best
+    token."""
     divergence = (np.exp(exact) * (exact - near)).sum(axis=1)
     flips = (exact.argmax(axis=1) != near.argmax(axis=1)).mean()
     return float(divergence.mean()), float(divergence.max()), float(flips)
@@ -114,7 +117,7 @@ def test_quantised_logits_stay_near_f16(smollm2: Path, exact: Logits, kind: KvTy
     found = differences(exact, said_with(smollm2, kind))
     assert found[0] > 0
     if any(value >= bound for value, bound in zip(found, BOUNDS[kind], strict=True)):
-        # What f16 differs from itself by on this device, which takes long to find out.
+        # How much f16 differs from itself on this device. This takes long to measure, so only now.
         noise = differences(exact, said_with(smollm2, "f16", piece=4))
         for value, bound, own in zip(found, BOUNDS[kind], noise, strict=True):
             assert value < bound + 3 * own
@@ -148,8 +151,8 @@ def test_a_real_probe_times_both_types_and_deeper_beside_a_card(
     assert len(timings) == 1
     assert timings[0].wanted_s > 0
     assert timings[0].f16_s > 0
-    # Near the start: a prompt of 64 tokens and 8 to 64 decoded ones. A card is asked at half of the
-    # context, if it is quick.
+    # Near the start: a prompt of 64 tokens and 8 to 64 decoded ones. With a fast card, the
+    # measurement is at half of the context.
     assert timings[0].depth <= (CONTEXT // 2 if cards else 128)
 
 
@@ -163,8 +166,8 @@ def decide(
     *,
     room: bool = True,
 ) -> tuple[Pair, str]:
-    """Settle `spec` where pairs decode `speeds` times as fast as f16, or fail to be made with a
-    message."""
+    """Choose KV types for `spec` when each pair decodes `speeds` times as fast as f16, or fails to
+    load with a message."""
 
     def measure(_model: object, _spec: LoadSpec, pair: Pair) -> Timing:
         speed = speeds[pair]
@@ -226,8 +229,8 @@ def test_a_slow_type_is_kept_where_f16_does_not_fit(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_cost_at_depth_is_carried_on_to_what_people_fill() -> None:
-    """An RTX 3080's 8B: at 128 and at 4,096 tokens the types differ by noise's size, at 52k q8_0
-    has 0.6 of f16's speed."""
+    """An 8B model on an RTX 3080: at 128 and at 4,096 tokens the types differ only by noise, but at
+    52,000 tokens q8_0 has 0.6 of f16's speed."""
     near, deep = Timing(0.0120, 0.0120, 128), Timing(0.0132, 0.0124, 4096)
     assert not near.slow
     assert not deep.slow

@@ -1,5 +1,5 @@
-"""A grammar that becomes active in the middle of an answer: behind a text that the model writes, or
-behind its reasoning. The answer stays one request."""
+"""A grammar that becomes active in the middle of an answer: after a trigger text that the model
+writes, or after its reasoning. The answer remains one request."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ THINKS = Reasoning("<think>", "</think>", opened=True)
 
 
 class Wishes(ScriptedBackend):
-    """A model that wants to write `words`, and then what the scripted backend says: if it is made
-    to write other letters, it goes on behind them with its next words."""
+    """A model that writes `words`, and then continues like the scripted backend. If a grammar
+    forces other letters, it continues after them with its next words."""
 
     def __init__(self, words: str, **facts: Any) -> None:
         super().__init__(n_ctx=1024, **facts)
@@ -60,7 +60,7 @@ class Wishes(ScriptedBackend):
         return result
 
     def _place(self, said: list[int]) -> int:
-        """How many of the words are written."""
+        """Return how many of the words are written."""
         at = 0
         for token in said:
             if at < len(self._words) and token == self._words[at]:
@@ -117,8 +117,7 @@ def test_an_opening_of_the_first_call_alone_ends_the_answer_if_it_comes_again() 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.7, seed=3)])
 @pytest.mark.parametrize("trigger", [ONE, MORE], ids=["one", "more"])
 def test_in_the_middle_of_a_draft(sampling: Sampling, trigger: dict[str, GrammarTrigger]) -> None:
-    """What was drafted behind the trigger does not count, however well it would have fitted a free
-    answer."""
+    """Draft tokens after the trigger are discarded, even if they match the unconstrained answer."""
     words = 'The answer is this: <call>{"n": 7}</call> and more of it'
     constraint = Constraint(triggers=trigger)
     plain, _, _ = answer(words, constraint, sampling=sampling)
@@ -198,7 +197,7 @@ def test_what_the_marker_needs_before_it() -> None:
 
 
 class HeldBack:
-    """A compiler that begins when it is let, or never can."""
+    """A compiler that starts only after the test sets `let`, and fails if `can` is false."""
 
     def __init__(self, compile_: GrammarCompiler, can: bool = True) -> None:
         self._compile = compile_

@@ -1,9 +1,8 @@
-"""A finished line leaves the live context once it is in the cache's memory: whatever was cached
-before it, in this start or another.
+"""A finished sequence leaves the live context once it is in the cache's memory, whatever was cached
+before it, in this process or an earlier one.
 
 Every token resident in a unified KV cache slows every other sequence, so a server in use for days
-must be as quick as a fresh one.
-"""
+must be as fast as a fresh one."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ def ask(engine: Engine, key: str, prompt: list[int]) -> None:
 
 
 def prompt_of(head: int, tail: int, key: int) -> list[int]:
-    """`head` tokens that others begin with too, and `tail` of its own, of which the first may
-    happen to be another's."""
+    """Return a prompt of `head` tokens shared with other prompts and `tail` tokens of its own. The
+    first of its own tokens may equal another prompt's."""
     return [
         *HEAD[:head],
         95 + key % 3,
@@ -43,12 +42,12 @@ def prompt_of(head: int, tail: int, key: int) -> list[int]:
     ]
 
 
-# How much is shared is as often a sentence, which is not worth reading from a file, as a document.
+# The shared part is as often a sentence, which is not worth reading from a file, as a document.
 ASKED = st.tuples(st.one_of(st.integers(0, 40), st.integers(0, 1200)), st.integers(20, 700))
 
 
-# A file of a scripted line is read in no time; never quicker than it is computed; quicker where
-# hundreds of tokens are wanted.
+# Read speeds of a file of a scripted sequence: instantaneous; never faster than computing; faster
+# only if hundreds of tokens are needed.
 READ_MB_S = (1000.0, 0.0001, 0.007)
 SHAPES = {
     "lines": {},
@@ -66,7 +65,7 @@ SHAPES = {
 def test_at_most_the_last_line_is_resident_in_every_start(
     shape: str, starts: list[list[tuple[int, int]]], read_mb_s: float
 ) -> None:
-    """Also where the disk is slower than computing, so that nothing comes back from it."""
+    """This also holds if the disk is slower than computing, so that no KV is read back from it."""
     with tempfile.TemporaryDirectory() as folder:
         key = 0
         for requests in starts:
@@ -87,9 +86,9 @@ def test_at_most_the_last_line_is_resident_in_every_start(
 def test_a_real_model_is_as_empty_after_a_restart_as_before(
     few_layers: Path, tmp_path: Path
 ) -> None:
-    """SmolLM2, after a start one of whose lines had a token more in common with what is asked now
-    than the system prompt: that token is on disk, nobody reads a file for it, and the line that has
-    it must leave all the same once another comes."""
+    """SmolLM2. In the first process one sequence shared one token more than the system prompt with
+    the current prompts. That token is on disk, and no file is read for one token. The sequence that
+    holds it must still leave when another one arrives."""
     system = list(range(300, 331))
 
     def line(first: int, key: int) -> list[int]:
@@ -116,7 +115,7 @@ def test_a_real_model_is_as_empty_after_a_restart_as_before(
 def test_in_a_memory_of_any_size_it_comes_to_rest(
     starts: list[list[tuple[int, int]]], cache_tokens: int, shape: str
 ) -> None:
-    """Lines that don't fit into the cache's memory together do not take turns in it."""
+    """Sequences that don't fit together into the cache's memory do not evict each other forever."""
     with tempfile.TemporaryDirectory() as folder:
         key = 0
         for requests in starts:
@@ -132,15 +131,15 @@ def test_in_a_memory_of_any_size_it_comes_to_rest(
             )
             for head, tail in requests:
                 key += 1
-                # `settle` gives up after ten thousand pieces.
+                # `settle` gives up after ten thousand idle ticks.
                 ask(engine, str(key), prompt_of(head, tail, key))
                 assert engine.pool.cache.budget.held_bytes <= n_bytes
             engine.close()
 
 
 class Clocked(ScriptedBackend):
-    """A token takes a millisecond. `before`: cells held by then, and tokens computed, of each
-    step."""
+    """A backend in which a token takes one millisecond. `before` records for each step the cells
+    held before it and the tokens computed."""
 
     def __init__(self, **shape: object) -> None:
         super().__init__(n_ctx=8192, n_batch=64, **shape)  # type: ignore[arg-type]
@@ -159,8 +158,8 @@ class Clocked(ScriptedBackend):
 def test_a_prompt_is_not_read_beside_lines_that_nobody_runs(
     shape: str, asked: list[tuple[tuple[int, int], bool]]
 ) -> None:
-    """Whether it comes at once behind an answer, as an agent's does, or after a rest: all that is
-    in the context before its first step is what it has of others itself."""
+    """This holds for a prompt that follows an answer at once, as an agent's does, and for one after
+    a pause. Before its first step, the context holds only the KV that the prompt itself reuses."""
     backend = Clocked(**SHAPES[shape])
     engine = Engine(backend, EngineSettings(), clock=lambda: backend.now)
     for key, ((head, tail), rests) in enumerate(asked):
@@ -177,7 +176,7 @@ def test_a_prompt_is_not_read_beside_lines_that_nobody_runs(
 
 
 def test_a_short_question_does_not_wait_for_others_lines_to_be_copied() -> None:
-    """They leave beside it, a piece a step."""
+    """Idle sequences leave in parallel with its steps, one piece per step."""
     backend = Clocked()
     engine = Engine(backend, EngineSettings(), clock=lambda: backend.now)
     run(
@@ -196,8 +195,8 @@ def test_a_short_question_does_not_wait_for_others_lines_to_be_copied() -> None:
 
 
 def test_a_new_prompt_is_as_quick_behind_a_long_one_as_alone(few_layers: Path) -> None:
-    """By the cells that llama.cpp's attention goes over: those behind which the prompt's own lie
-    count too."""
+    """Measured by the number of cells that llama.cpp's attention covers. Cells located before the
+    prompt's own count too."""
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=2048, n_seq_max=4, n_batch=256))
     engine = Engine(backend, EngineSettings())
     run(
@@ -216,7 +215,7 @@ def test_a_new_prompt_is_as_quick_behind_a_long_one_as_alone(few_layers: Path) -
         engine,
         request_for("new", list(range(2000, 2400)), max_tokens=2, sampling=GREEDY, ignore_eos=True),
     )
-    # How large its pieces are is a matter of speed; what is held beside them is none of another's.
+    # The size of the chunks depends on the speed. No cells of other sequences are held during them.
     assert held[0] == 0
     assert held[1] <= 256
     backend.step = step  # type: ignore[method-assign]

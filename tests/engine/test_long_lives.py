@@ -1,6 +1,6 @@
-"""The law of long use: whatever is asked, cancelled, taken from memory and restarted, in whatever
-little room, every request ends once, with the answer it has alone; budgets hold; and housekeeping
-and closing come to an end."""
+"""Invariants of long use, for any sequence of requests, cancels, memory shortages and restarts, in
+any small amount of memory. Every request ends exactly once, with the answer that it gives alone.
+Budgets hold, and housekeeping and closing terminate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ACTIONS = (
 
 
 class OnDevice(Packed):
-    """Its KV lies in a device's memory, every cell for itself."""
+    """A backend whose KV is in device memory, with every cell a run of its own."""
 
     def __init__(self, **size: Any) -> None:
         super().__init__(**size)
@@ -54,7 +54,7 @@ def backend(shape: str, size: dict[str, int]) -> Packed:
 
 @dataclass
 class Life:
-    """Engines one after the other over one folder, and everything that was ever asked of them."""
+    """A series of engines that use the same folder, and all requests that they were sent."""
 
     folder: Path
     seed: int
@@ -91,7 +91,8 @@ class Life:
         return Engine(backend(self.shape, self.size), settings, clock=self.clock)
 
     def ask(self) -> None:
-        """Go on from a line or a beginning, from all of it or a part; sometimes the same again."""
+        """Submit a request that continues a sequence or a shared prefix, or part of one. Sometimes
+        repeat an earlier prompt."""
         rng, n_ctx = self.rng, self.size["n_ctx"]
         base = rng.choice(self.lines[-8:] + self.heads)
         if rng.random() < 0.3:
@@ -172,7 +173,7 @@ class Life:
         assert self.engine.pool.kv.budget.held_bytes <= self.memory_bytes
 
     def check(self) -> None:
-        """Every request ended once, and what it wrote is what it writes alone."""
+        """Check that every request ended once and that its tokens are those of an isolated run."""
         for key in self.prompts:
             assert len(self.outcome.ends.get(key, [])) == 1, f"{key}: {self.outcome.ends.get(key)}"
         for key in self.rng.sample(list(self.prompts), min(6, len(self.prompts))):

@@ -1,4 +1,5 @@
-"""The loop guard ends what is periodic, at the token that completes it, and nothing else."""
+"""The loop guard ends periodic output at the token that completes the pattern, and ends no other
+output."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What waiting requests were compared with is remembered, and what is remembered is always what a
-new look would find."""
+"""The pool remembers comparisons of waiting requests. A remembered result always equals that of a
+new lookup."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def prompt_of(i: int, n: int) -> list[int]:
 
 
 def test_a_step_compares_no_waiting_prompt_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four requests run, eight of 1,200 tokens wait: what a step looks at is the new tokens, not
-    the old ones."""
+    """Four requests run and eight of 1,200 tokens wait: a step compares only new tokens."""
     looked_at = 0
 
     def counting(module: object, name: str) -> None:
@@ -70,12 +69,12 @@ def test_a_step_compares_no_waiting_prompt_again(monkeypatch: pytest.MonkeyPatch
     assert looked_at <= 10 * 4 * 8, "more than every waiting prompt with every new token"
 
 
-# --- what is remembered ---------------------------------------------------------------------------
+# --- remembered comparisons -----------------------------------------------------------------------
 
 
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on every lookup is made a second time by somebody who remembers nothing. Returns how
-    often both agreed on something to reuse, so far."""
+    """Repeat every later lookup without remembered results and compare both. Return a counter of
+    the lookups that found a prefix to reuse."""
     plain = SequencePool.lookup
     agreed = [0]
 
@@ -146,8 +145,8 @@ def test_what_is_remembered_is_what_a_new_look_finds(
             engine.close()
 
     histories()
-    # Otherwise the histories reuse too little to say anything; whole snapshots are taken over
-    # seldom.
+    # Otherwise the histories reuse too little for a meaningful test. Indivisible snapshots are
+    # seldom reused.
     assert agreed[0] > (20 if segments else 5)
 
 

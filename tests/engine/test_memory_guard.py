@@ -1,5 +1,5 @@
-"""The system keeps its headroom: no load that would take it, a cache that gives back, and nobody
-waits for ever."""
+"""The memory guard keeps headroom for the system: it refuses loads that would take it, the cache
+gives memory back, and no request waits forever."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def test_the_system_is_asked_at_most_four_times_a_second() -> None:
 def test_a_load_must_leave_the_headroom_and_the_refusal_has_all_figures() -> None:
     account = shared_pool(1500 * MB, 1000 * MB, "test", 100 * MB)
     check_load("m", 900 * MB, account)
-    check_load("m", 0, shared_pool(1500 * MB, 1, "test", 100 * MB))  # nobody knows what it takes
-    check_load("m", 900 * MB, None)  # nobody knows what is free: the plan decides
-    check_load("m", 9000 * MB, shared_pool(1500 * MB, 1, "test", 0))  # nothing is to be kept
+    check_load("m", 0, shared_pool(1500 * MB, 1, "test", 100 * MB))  # the model's size is unknown
+    check_load("m", 900 * MB, None)  # the free memory is unknown: the plan decides
+    check_load("m", 9000 * MB, shared_pool(1500 * MB, 1, "test", 0))  # no headroom is to be kept
     with pytest.raises(DoesNotFitError) as refused:
         check_load("m.gguf", 901 * MB, account)
     assert refused.value.message == (
@@ -95,7 +95,7 @@ def test_a_load_must_leave_the_headroom_and_the_refusal_has_all_figures() -> Non
     assert "close other programs" in refused.value.hint
 
 
-# --- reading the system ---------------------------------------------------------------------------
+# --- reading the system's memory ------------------------------------------------------------------
 
 MEMINFO = "MemTotal:       16000 kB\nMemFree:          100 kB\nMemAvailable:   12000 kB\n"
 KIB = 1024
@@ -113,7 +113,7 @@ def test_page_cache_is_available_but_not_the_weights_that_a_worker_has_mapped() 
     loaded = system(
         {"/proc/7/statm": "900 500 100 1 0 300 0", "/proc/8/statm": "9 5 10 1 0 3 0"}, (7, 8, 9)
     )
-    assert loaded.available_bytes() == 12000 * KIB - 110 * page  # 9 has ended
+    assert loaded.available_bytes() == 12000 * KIB - 110 * page  # process 9 has ended
 
 
 def test_a_containers_limit_counts_and_its_page_cache_is_available() -> None:
@@ -157,7 +157,7 @@ def test_huge_pages_that_somebody_reserved_take_nothing_from_what_is_available()
 
 
 def test_a_kernel_without_mem_available_has_what_is_free_and_cached_but_for_shared_memory() -> None:
-    """Kernels before 3.14 and WSL 1: tmpfs counts as cached, and can't be dropped."""
+    """Kernels before 3.14 and WSL 1: tmpfs counts as cached, but can't be dropped."""
     old = {
         "/proc/meminfo": "MemTotal: 100 kB\nMemFree: 10 kB\nBuffers: 1 kB\nCached: 50 "
         "kB\nShmem: "
@@ -170,8 +170,8 @@ def test_a_kernel_without_mem_available_has_what_is_free_and_cached_but_for_shar
 @pytest.mark.parametrize(("level", "means"), [(1, "none"), (2, "shrink"), (4, "hold")])
 @pytest.mark.parametrize("percent", [1, 50, 99])
 def test_macos_says_itself_how_short_memory_is(level: int, means: str, percent: int) -> None:
-    """Whatever is available: macOS compresses and swaps long before a Mac has nothing left, and
-    then says so."""
+    """The pressure level that macOS reports decides, for any available memory. macOS compresses and
+    swaps long before a Mac runs out of memory, and then reports pressure."""
     said = {
         "hw.memsize": 16 * GIB,
         "kern.memorystatus_level": percent,
@@ -217,7 +217,7 @@ def test_freed_blocks_go_back_to_the_system() -> None:
     keepers, blocks = [], []
     for _ in range(600):
         blocks.append(os.urandom(100_000))
-        # between them, so that freeing alone can't shrink the heap
+        # kept between the blocks, so that freeing alone can't shrink the heap
         keepers.append(os.urandom(5_000))
     full = resident()
     blocks.clear()

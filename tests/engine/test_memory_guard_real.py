@@ -1,5 +1,5 @@
-"""The memory guard around a real model: the same answers while the cache shrinks, and loads that
-are refused or not."""
+"""The memory guard with a real model: answers stay the same while the cache shrinks, and loads are
+refused or admitted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def turn(name: str, n: int = 24) -> Request:
 
 
 NAMES = ("storms", "ships", "whales", "storms again", "the lamp", "ships again")
-# Where llama.cpp's rounding may choose another token: tests/engine/crowds.py.
+# Tolerance for choices that llama.cpp's rounding may flip; see tests/engine/crowds.py.
 NEAR_TIE = 0.3
 
 
@@ -64,7 +64,7 @@ def test_smollm2_answers_the_same_tokens_while_its_cache_shrinks(
             )
             ties += 1
     assert ties <= 2
-    # More than the few megabytes held were missing each time; in between it grew.
+    # More memory than the few megabytes held was missing each time; in between the cache grew.
     assert [bool(h) for h in held] == [True, False, False, True, False, False]
     assert engine.metrics.cached_tokens > 60, "what has left memory is read back from disk"
     assert engine.snapshot()["pressure"] == "shrink"
@@ -107,7 +107,8 @@ def test_a_load_that_would_take_the_headroom_never_starts_a_process_and_one_that
             assert supervisor.loads == 0
             free = 1000 * MB
             engine = await supervisor.engine()
-            # Other programs came, then the worker crashed: it is not loaded over them.
+            # Other programs took memory, then the worker crashed: it must not be loaded again
+            # without room.
             free = 200 * MB
             assert await supervisor.engine() is engine
             os.kill(engine.pid, signal.SIGKILL)
@@ -146,7 +147,7 @@ def test_a_real_worker_looks_at_this_machine_and_serves_even_when_it_is_full(
     plain, free = asyncio.run(story())
     assert free["pressure"] == "none"
     assert free["available_bytes"] > free["headroom_bytes"] > 0
-    # A headroom that no machine has: to this worker every machine is full.
+    # A headroom larger than any machine's memory: for this worker every machine is full.
     full, snapshot = asyncio.run(story(headroom_bytes=10**15))
     assert snapshot["pressure"] == "hold"
     assert snapshot["headroom_bytes"] == 10**15

@@ -1,5 +1,5 @@
-"""When memory runs short the prefix cache gives back first, and the engine admits what can be
-served."""
+"""When memory runs short the prefix cache gives memory back first, and the engine admits only
+requests that it can serve."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from support.machine_memory import HEADROOM, MB, Machine
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
-# --- the cache gives back -------------------------------------------------------------------------
+# --- the cache gives memory back ------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class FiledBlock(Block):
-    """A block with a copy on disk: demoting it works once."""
+    """A block with a copy on disk; it can be demoted once."""
 
     demoted: bool = False
 
@@ -55,7 +55,7 @@ def test_the_longest_unused_goes_first_and_what_is_used_stays() -> None:
     assert cache.budget.shrink(15) == 20
     assert [cache.peek(line).length for line in ([1, 2, 3], [5, 6], [7, 8])] == [3, 0, 0]
     assert cache.budget.shrink(10) == 10
-    # from the end: a beginning is of use alone, an end is not
+    # from the end: a prefix is useful without its continuation, but not the reverse
     assert cache.peek([1, 2, 3]).length == 2
     cache.check_integrity()
 
@@ -100,7 +100,7 @@ def test_shrinking_gives_what_is_asked_for_or_all_but_what_is_held(
     assert freed == before - cache.held_bytes
     possible = freed + cache.budget.shrink(before)
     assert freed >= min(ask, possible)
-    # All that is left lies on the way to what is held.
+    # All remaining blocks are on the path to the locked prefix.
     assert cache.held_bytes <= 10 * match.length
     assert cache.match(held_line).length == match.length
     cache.unlock(match)
@@ -113,8 +113,8 @@ def test_shrinking_gives_what_is_asked_for_or_all_but_what_is_held(
 
 
 class KvAtLoad(ScriptedBackend):
-    """Its KV is allocated with the model, as llama.cpp's is; the plain scripted one's grows, as
-    MLX's does."""
+    """A backend that allocates its KV with the model, as llama.cpp does. The plain scripted
+    backend's KV grows, as MLX's does."""
 
     def memory(self) -> MemoryReport:
         return MemoryReport(0, 1000, 0, 0, 0)
@@ -145,7 +145,7 @@ def test_a_pressed_cache_gives_back_what_is_missing_and_grows_again_afterwards()
     assert 50 <= held - shrunk < held
     snapshot = engine.snapshot()
     assert (snapshot["pressure"], snapshot["available_bytes"]) == ("shrink", HEADROOM - 50)
-    free = 110 * MB  # enough, but not by a quarter: no growth yet
+    free = 110 * MB  # enough, but without the margin of a quarter: no growth yet
     run(engine, *(ask(f"more {i}") for i in range(4)))
     settle(engine)
     assert engine.pool.cache.held_bytes <= shrunk

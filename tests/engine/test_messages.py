@@ -1,4 +1,4 @@
-"""What crosses the border of the engine survives a trip through JSON, field by field."""
+"""Messages at the engine's boundary survive a round trip through JSON, field by field."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Trained drafters on MLX through the whole engine: batching, caching, forks, cancels, disk and a
-restart change no answer, and drafts are accepted on the way."""
+"""Trained drafters on MLX in the complete engine: batching, caching, forks, cancels, disk and a
+restart change no answer, and some drafts are accepted."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from support.pictures import needs_mlx_vlm
 from support.requests import request_for
 
 pytestmark = [pytest.mark.mlx, needs_mlx_vlm()]
-# DFlash2's selector differs from DSpark's Markov head in the backend only, whose tests cover it.
+# In the engine DFlash2's selector behaves like DSpark's Markov head; the backend's tests cover the
+# difference.
 KINDS = ("eagle3", "dflash", "dspark")
 USUAL = [
     ("eagle3", "full"), ("dflash", "sliding"), ("dspark", "delta"), ("eagle3", "moe"),
 ]  # fmt: skip
 
 
-# Tokens of an answer.
+# Tokens per answer.
 N = 24
 
 
@@ -44,8 +45,8 @@ def pair(tmp_path: Path, kind: str, memory: str) -> LoadSpec:
 
 
 def drafting(spec: LoadSpec, settings: EngineSettings, *, idle: bool = False) -> Engine:
-    """An engine whose drafter is asked whenever it has any chance: time stands still, and a drafted
-    token and a further row cost next to nothing."""
+    """Return an engine that drafts whenever a draft has any chance. The clock stands still, and a
+    drafted token and a further row cost almost nothing."""
     engine = Engine(mlx.load(spec), settings)
     (drafter,) = engine.speculator.drafters.values()
     if idle:
@@ -77,7 +78,7 @@ def test_random_mixes_equal_isolated_runs_without(kind: str, memory: str, tmp_pa
         headroom_bytes=0,
     )
     accepted = drafted = restored = 0
-    # The second engine finds the first one's prefixes on disk, with the drafter's part.
+    # The second engine finds the first one's prefixes on disk, together with the drafter's KV.
     for mixes in (2, 1):
         engine = drafting(spec, settings, idle=True)
         crowds_equal_isolated_runs(
@@ -105,7 +106,7 @@ def answer(engine: Engine, prompt: list[int], **how: Any) -> list[int]:
 
 
 def own_loop(model: Any, drafter: str, prompt: list[int]) -> list[int]:
-    """What mlx-vlm's own loop generates."""
+    """Return the tokens that mlx-vlm's own loop generates."""
     import mlx.core as mx
     from mlx_vlm.generate.ar import generate_step
     from mlx_vlm.speculative import load_drafter
@@ -141,7 +142,7 @@ def test_text_is_that_of_plain_decoding_and_of_mlx_vlms_loop(memory: str, tmp_pa
         kind = "eagle3" if design == "eagle3" else "dflash"
         snapshot = engine.snapshot()
         assert int(snapshot[f"drafted_{kind}_tokens"]) > 0
-        # Without a selector, DFlash knows no token of these texts.
+        # Without a selector, DFlash predicts none of these tokens.
         assert design == "dflash" or int(snapshot[f"accepted_{kind}_tokens"]) > 0, design
         # The same seed gives the same text, so drafts do not change the distribution.
         assert answer(engine, prompt, **warm) == sampled, design
@@ -159,7 +160,8 @@ def test_a_full_disk_and_a_restart_change_no_answer(kind: str, tmp_path: Path) -
     plain.close()
     folder = str(tmp_path / "kv")
     written = EngineSettings(draft="auto", disk_dir=folder, disk_bytes=10**8, headroom_bytes=0)
-    # More than any disk has free: nothing more is written, and what is there can still be read.
+    # More free space than any disk has is required: no data is written, but existing data can still
+    # be read.
     full = replace(written, disk_free_bytes=10**15)
     restored = []
     for settings in (full, written, full):
@@ -173,7 +175,8 @@ def test_a_full_disk_and_a_restart_change_no_answer(kind: str, tmp_path: Path) -
 
 
 def test_a_plan_has_the_rows_that_the_drafter_has_not_read(tmp_path: Path) -> None:
-    """For each sequence. The tiny model's rows have 32 bits, and plans assume 16."""
+    """The plan covers these rows for each sequence. The tiny model's rows have 32 bits, and plans
+    assume 16."""
     held = []
     for asked in (1, 4):
         backend = mlx.load(pair(tmp_path / str(asked), "dflash", "full"))

@@ -1,9 +1,8 @@
-"""The same promise on MLX: batching, caching, parking and disk change no greedy answer, whatever
-the memory's shape.
+"""Exactness on MLX: batching, caching, parking and the disk change no greedy answer, for every kind
+of memory.
 
 MLX's kernels for one row and for several round differently too, so the bounds are the same
-(crowds.py).
-"""
+(crowds.py)."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def test_random_mixes_equal_isolated_runs(shape: str, kv_type: str, tmp_path: Pa
 def test_random_mixes_with_draft_heads_equal_isolated_runs_without(
     shape: str, tmp_path: Path
 ) -> None:
-    """Heads that are right about every third time, asked whenever they have any chance: through
+    """Heads that are right about one time in three and draft whenever they have any chance, with
     caching, parking and disk."""
     path = tiny_mlx.write_mtp(tmp_path / "model", shape, likeness=0.35)
     spec = LoadSpec(str(path), n_ctx=768, n_seq_max=4, n_batch=64)
@@ -67,14 +66,14 @@ def test_random_mixes_with_draft_heads_equal_isolated_runs_without(
         headroom_bytes=0,
     )
     restored = 0
-    # The second engine finds the first one's prefixes on disk, with what the head had read of them.
+    # The second engine finds the first one's prefixes on disk, together with the head's KV.
     for mixes in (4, 3):
         engine = Engine(mlx.load(replace(spec, mtp=True)), settings)
         settle(engine)
         (drafter,) = engine.speculator.drafters.values()
         assert isinstance(drafter, MtpDrafter)
         assert drafter.token_s > 0, "measured while idle"
-        # Time stands still: a drafted token and a further row cost next to nothing.
+        # The clock stands still, and a drafted token and a further row cost almost nothing.
         engine.speculator.cost.set({1: 1.0, 32: 1.01})
         engine.speculator.cost.observe = lambda *_: None  # type: ignore[method-assign]
         drafter.clock, drafter.token_s = (lambda: 0.0), 1e-9

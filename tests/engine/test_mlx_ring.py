@@ -1,9 +1,8 @@
-"""One MLX model on several machines: the same tokens, the whole contract, and one clear error where
-a machine vanishes.
+"""One MLX model on several machines: the same tokens, the complete contract, and one clear error if
+a machine disappears.
 
-The machines are processes here, over MLX's ring on loopback; JACCL needs Thunderbolt 5 and is only
-written down.
-"""
+The machines are emulated by processes that use MLX's ring on loopback. JACCL needs Thunderbolt 5,
+so only its configuration is tested."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ HALVED = {**tiny_mlx.LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2, 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama whose heads two machines can share."""
+    """A llama model whose heads can be divided between two machines."""
     return tiny_mlx.write(tmp_path_factory.mktemp("ring") / "halved", HALVED)
 
 
@@ -62,7 +61,7 @@ def spec(folder: Path, others: int, **more: Any) -> LoadSpec:
 async def answer(
     host: Supervisor, id_: str, prompt: str, n_tokens: int = 16
 ) -> tuple[list[int], int]:
-    """The tokens of a greedy answer, and how many of its prompt's came from the cache."""
+    """Return the tokens of a greedy answer and the number of its cached prompt tokens."""
     engine = await host.engine()
     found: list[int] = []
     cached = 0
@@ -81,7 +80,7 @@ def twenty(folder: Path, others: int) -> list[list[int]]:
     async def main() -> list[list[int]]:
         host = Supervisor(WorkerOptions(spec(folder, others), engine={"draft": "ngram"}))
         try:
-            # Four at a time: batches form and end while others are read.
+            # Four at a time: batches form and end while other prompts are prefilled.
             answers = []
             for at in range(0, 20, 4):
                 prompts = [f"The number {i} is special because" for i in range(at, at + 4)]
@@ -149,7 +148,7 @@ def test_the_contract_holds_for_a_shared_model(tmp_path: Path, shape: str) -> No
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    # A check may not be for this memory.
+    # One check may not apply to this kind of memory.
     assert ran.stdout.count("holds:") >= len(conformance.CHECKS) - 1, ran.stdout
 
 
@@ -174,10 +173,10 @@ def test_what_was_read_is_found_again_after_a_restart(folder: Path, tmp_path: Pa
 
 
 def followers() -> list[psutil.Process]:
-    """The processes that are the other machines."""
+    """Return the processes that act as the other machines."""
     found = []
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # a zombie is none either
+        with suppress(psutil.NoSuchProcess):  # a zombie does not count
             if "localllm_backends.mlx.tensor_parallel" in process.cmdline():
                 found.append(process)
     return found
@@ -252,7 +251,7 @@ def test_heads_that_can_not_be_shared_evenly_are_said(tmp_path: Path) -> None:
 def test_a_machine_that_can_not_be_reached_is_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An ssh that does what ssh does for a host that does not answer."""
+    """The test uses an ssh that exits like the real one for a host that does not answer."""
     ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\nexit 255\n")
     ssh.chmod(0o755)
@@ -272,7 +271,7 @@ def test_a_machine_that_can_not_be_reached_is_named(
 def test_over_ssh_the_same_program_is_started_from_the_same_place(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an ssh that runs what it is given here, the whole of it works."""
+    """With an ssh that runs its command locally, a complete answer is generated."""
     ssh, log = tmp_path / "ssh", tmp_path / "log"
     ssh.write_text(
         f'#!/bin/sh\nprintf "%s\\n" "$*" >> {shlex.quote(str(log))}\nfor last; do :; done\nexec '
@@ -335,8 +334,8 @@ def test_a_hostfile_that_is_none_is_refused(tmp_path: Path, text: str, says: str
 
 
 def test_a_hostfile_of_thunderbolt_machines_is_what_jaccl_reads(tmp_path: Path) -> None:
-    """As `mlx.distributed_config` writes it, and as mlx/_distributed_utils/launch.py hands it
-    on."""
+    """The hostfile is as `mlx.distributed_config` writes it, and the variables are as
+    mlx/_distributed_utils/launch.py passes them on."""
     from localllm_backends.mlx.machines import ring_of
 
     said = {

@@ -1,9 +1,8 @@
-"""A real model on MLX: greedy text is mlx-lm's own, logits are llama.cpp's on the same values, a
-crowd changes nothing.
+"""A real model on MLX: greedy text equals mlx-lm's, logits equal llama.cpp's for the same weights,
+and concurrent requests change no answer.
 
-MLX's Linux wheel multiplies matrices on one core without vector instructions, so these are short;
-docs/mlx.md has the figures of the long runs.
-"""
+MLX's Linux wheel multiplies matrices on one core without vector instructions, so these tests are
+short. docs/mlx.md has the results of the long runs."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def source(request: pytest.FixtureRequest, smollm2: Path, few_layers: Path) -> P
 
 @pytest.fixture(scope="module")
 def folder(source: Path, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where what is made of it lies; what takes long is made once for all runs."""
+    """The folder of converted models. Slow conversions are made once and kept for later runs."""
     return CACHE if source == smollm2 else tmp_path_factory.mktemp("mlx")
 
 
@@ -70,8 +69,7 @@ def test_greedy_text_is_mlx_lms_token_for_token(backend: Any, n: int) -> None:
         int(token)
         for token, _ in generate_step(mx.array(prompt), backend.stepper.model, max_tokens=n)
     )
-    # Up to the answer's end, which is theirs to say too: the longer run gets there, and mlx-lm goes
-    # on behind it.
+    # Compare only up to the answer's end, which the longer run reaches: mlx-lm continues after it.
     theirs = list(takewhile(lambda token: token not in backend.info.eog_tokens, made))
     ours = [token for token in outcome.tokens["q"] if token not in backend.info.eog_tokens]
     assert ours == theirs

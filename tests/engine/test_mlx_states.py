@@ -1,5 +1,5 @@
-"""MLX models with windows or recurrent layers keep KV in pieces and their state at points: a prefix
-is stored once, and comes back from disk where an answer ended."""
+"""MLX models with windows or recurrent layers store KV in blocks and their state at checkpoints. A
+shared prefix is stored once, and is restored from disk up to the end of an answer."""
 
 from __future__ import annotations
 

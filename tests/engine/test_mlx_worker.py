@@ -1,4 +1,5 @@
-"""A checkpoint folder finds the MLX backend by its entry point, and a worker process serves it."""
+"""A checkpoint folder selects the MLX backend by its entry point, and a worker process serves
+it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where a device computes by itself, what step n has to say is said while step n + 1 runs; tokens
-are the same as ever."""
+"""On an asynchronous device, the host processes the results of step n while step n + 1 runs. The
+tokens are the same as without overlap."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows(seed: int, n: int = 24) -> Rows:
 
 
 def spell(token: int) -> bytes:
-    # Characters come in halves too.
+    # Tokens may also be parts of characters.
     return "".join(WORDS).encode()[token % 20 : token % 20 + 1 + token % 3]
 
 
@@ -85,8 +85,8 @@ generations = st.builds(
 def test_answers_are_those_of_a_backend_that_computes_at_once_and_gives_whole_rows(
     wanted: list[Generation], seed: int, equals: bool
 ) -> None:
-    """Tokens, text, ends and log-probabilities, whoever chooses and whenever it is said; equal
-    logits among them."""
+    """Tokens, text, ends and log-probabilities are the same, whether the host or the device selects
+    the candidates and however steps overlap. The logits include ties."""
 
     def answers(backend: EmulatedDevice) -> Outcome:
         return run(engine_on(backend), *(asked(i, g) for i, g in enumerate(wanted)))
@@ -114,7 +114,8 @@ def test_answers_are_those_of_a_backend_that_computes_at_once_and_gives_whole_ro
     ],
 )
 def test_what_hangs_on_all_tokens_is_mostly_drawn_from_few(sampling: Sampling) -> None:
-    """The device says what all weigh together; whole rows cross for draws beyond the few alone."""
+    """The device returns the total weight of all tokens. Complete rows are copied only for draws
+    outside of the top tokens."""
     backend = device(top=256)
     run(
         engine_on(backend),
@@ -124,7 +125,8 @@ def test_what_hangs_on_all_tokens_is_mostly_drawn_from_few(sampling: Sampling) -
 
 
 class Watched(EmulatedDevice):
-    """Notes when steps are ordered, when somebody waits for one, and what was told between."""
+    """A device that logs when steps are submitted, when the host waits for one, and the events
+    between them."""
 
     def __init__(self) -> None:
         super().__init__(rows(3), spell=spell)
@@ -153,7 +155,7 @@ def test_a_step_is_ordered_before_the_last_ones_text_is_made() -> None:
 
 
 def test_the_device_hardly_waits_for_what_is_said() -> None:
-    """Text that takes the host half of the device's time costs the device none of it."""
+    """Making text that takes the host half of the device's time costs the device no time."""
     clock = HostClock()
 
     def slow(token: int) -> bytes:
@@ -185,7 +187,7 @@ def test_who_is_cancelled_has_had_what_was_chosen() -> None:
 
 
 class Breaks(EmulatedDevice):
-    """A device that fails while it computes: whoever reads learns of it."""
+    """A device that fails while it computes: reading the result raises the error."""
 
     fails = False
 
@@ -230,7 +232,7 @@ def test_rows_of_equal_logits_are_left_to_whoever_sees_them_whole(k: int) -> Non
 
 
 def steps_of(engine: Engine, backend: EmulatedDevice, request: Request) -> list[float]:
-    """Virtual seconds of each step until `request` ends."""
+    """Return the virtual seconds of each step until `request` ends."""
     engine.submit(request, list(request.prompt))
     took = []
     while engine.has_work:
@@ -244,8 +246,8 @@ def steps_of(engine: Engine, backend: EmulatedDevice, request: Request) -> list[
 def test_idle_lines_on_a_device_leave_once_they_cost_and_no_step_waits_long_for_that(
     pause: bool,
 ) -> None:
-    """32,000 idle tokens of an 8B model make a step of 7 ms 4 ms longer: a newcomer has that for no
-    more than a second. An emulated step includes this thread's processor time, which varies."""
+    """32,000 idle tokens of an 8B model make a step of 7 ms 4 ms longer. A new request bears this
+    cost for at most one second. An emulated step includes this thread's CPU time, which varies."""
 
     def made() -> tuple[EmulatedDevice, Engine]:
         speeds = Speeds.flat(7e-3, kv_token_bytes=131_072, bytes_s=1e12)

@@ -1,5 +1,5 @@
-"""What a start's steps say of its speed: plain steps only, and none while others had the
-processors."""
+"""Decoding speed measured from a process's steps: only steps without drafts count, and none while
+other programs used the processors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from localllm.engine.metrics import ENOUGH_SPANS, DecodeSpeedTracker
 
 
 class Machine:
-    """A clock and other programs' work, as a test moves them on."""
+    """A clock and other programs' CPU time, both advanced by the test."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -47,7 +47,7 @@ def test_steps_while_others_compute_do_not_count() -> None:
     machine = Machine()
     pace = machine.pace()
     for i in range(200):
-        # half a core of two: a quarter of what this process may use
+        # half a core of two: a quarter of the CPU time that this process may use
         machine.step(pace, i, 0.02, others=0.5)
     assert not pace.spans
     assert pace.disturbed > 5
@@ -86,7 +86,7 @@ def test_others_time_on_this_machine_only_grows() -> None:
     first = others.mark()
     again = others.mark()
     assert others.cores >= 1
-    # Ticks of a hundredth of a second against a fine clock: a little may be missing.
+    # Ticks of a hundredth of a second are compared with a fine clock: a little may be missing.
     assert first.taken_s is None or (
         again.taken_s is not None and again.taken_s >= first.taken_s - 0.2
     )

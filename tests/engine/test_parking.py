@@ -1,4 +1,4 @@
-"""Requests that together outgrow the context take turns, and always come to an end."""
+"""Requests that together outgrow the context take turns, and always finish."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from support.scripted_backend import ScriptedBackend
     sizes=st.lists(st.tuples(st.integers(5, 40), st.integers(3, 60)), min_size=2, max_size=4),
     draft=st.sampled_from(["off", "ngram"]),
 )
-# One with few tokens left was parked, let in again at once, found no cell for its next token, was
-# parked …
+# Regression: a request with few tokens left was parked and readmitted at once, found no cell for
+# its next token, and was parked again without end.
 @example(n_ctx=96, sizes=[(23, 14), (22, 17), (28, 8)], draft="off")
 @example(n_ctx=128, sizes=[(13, 32), (29, 22), (5, 52), (34, 12)], draft="off")
 def test_requests_that_outgrow_the_context_together_take_turns_and_end(
@@ -82,9 +82,9 @@ def test_one_that_shares_nothing_is_parked_without_a_trace() -> None:
 def test_cells_of_a_sliding_window_that_sequences_share_are_freed_when_a_step_finds_none(
     tmp_path: Path,
 ) -> None:
-    # llama.cpp writes over the cells behind a window unless two sequences hold them: forks of one
-    # long line fill its small cache while the ledger counts free cells. The step was tried again
-    # for ever, and nothing given back for it.
+    # llama.cpp overwrites the cells before a window unless two sequences hold them. Forks of one
+    # long sequence fill its small cache while the engine's accounting still counts free cells.
+    # Regression: the step was repeated forever, and no cells were freed for it.
     spec = LoadSpec(
         str(write_sliding(tmp_path / "model.gguf")), n_ctx=1024, n_seq_max=4, n_batch=64
     )
@@ -103,7 +103,7 @@ def test_cells_of_a_sliding_window_that_sequences_share_are_freed_when_a_step_fi
     ask("a", line, 6)
     while len(answer("a")) < 4:
         outcome.take(engine.step())
-    # Two that go on from all that the first one holds by now share every cell of it.
+    # Two requests that extend the first one's current tokens share all of its cells.
     ask("b", [*line, *answer("a"), 300], 40)
     ask("c", [*line, *answer("a"), 301], 40)
     for _ in range(300):

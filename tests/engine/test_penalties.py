@@ -1,4 +1,4 @@
-"""What tokens cost that came before: counted as they come and go, the same as counted anew."""
+"""Penalties for earlier tokens: incremental counts equal counts made anew."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_penalties_are_what_they_are_documented_to_be() -> None:
             value = wanted[token] / 1.3 if wanted[token] > 0 else wanted[token] * 1.3
             wanted[token] = value - 0.4 - count * 0.2
         assert np.allclose(sampler.prepared(row, history), wanted, atol=1e-5)
-        # What might be drafted behind it is counted, and forgotten.
+        # Tokens of a possible draft are counted, and removed again afterwards.
         sampler.prepared(row, [*history, 1, 2, 3])
         token = sampler.choose(row, history)
         assert token == int(wanted.argmax())
@@ -55,7 +55,7 @@ def test_the_penalties_are_what_they_are_documented_to_be() -> None:
 
 
 def test_a_token_costs_no_look_at_all_that_came_before() -> None:
-    """The whole line as the window: only what is new is read."""
+    """The window is the complete sequence, and only new tokens are read."""
 
     class Line(list[int]):
         read = 0

@@ -1,5 +1,5 @@
-"""The pipe to a worker process: whole messages in order however the bytes arrive, to every question
-one answer or one error, and one end, after the last."""
+"""The pipe to a worker process delivers complete messages in order for any split of the bytes, one
+answer or error per question, and one end after the last message."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def _started(
 
 
 async def _ended(process: JsonProcess) -> list[dict[str, Any]]:
-    """What it says until its end."""
+    """Return the process's messages until its end."""
     heard: list[dict[str, Any]] = []
     process.listen(heard.append, lambda: None)
     await process.wait()
@@ -41,7 +41,8 @@ async def _ended(process: JsonProcess) -> list[dict[str, Any]]:
 
 
 def test_messages_of_any_size_come_whole_and_in_order() -> None:
-    """A line longer than a pipe's buffer arrives in many pieces, and many short ones in one."""
+    """A JSON message longer than a pipe's buffer arrives in many pieces, and many short ones arrive
+    in one."""
 
     async def talk() -> None:
         process, ready = await _started(_child(_ECHO), {"n": 0}, loads="it")
@@ -181,11 +182,11 @@ def test_what_is_said_before_anybody_listens_is_kept() -> None:
     asyncio.run(talk())
 
 
-# It answers nothing.
+# A process that answers no question.
 _DEAF = "import sys; print('{\"ready\": 1}', flush=True); sys.stdin.read()"
-# It dies of the first question.
+# A process that dies of the first question.
 _MORTAL = "import os; input(); print('{\"ready\": 1}', flush=True); input(); os.abort()"
-# It answers three questions at once, the last first.
+# A process that answers three questions at once, the last one first.
 _LATE = """
 import json
 def say(**message): print(json.dumps(message), flush=True)
@@ -201,7 +202,7 @@ say(re=first["n"], value=first["word"])
 
 
 def _loses_nothing(story: Callable[[], Awaitable[None]]) -> None:
-    """Run `story`; no error may be left over that nobody was given."""
+    """Run `story` and check that no unretrieved exception remains."""
     lost: list[dict[str, Any]] = []
 
     async def run() -> None:
@@ -248,8 +249,8 @@ def test_everybody_who_waits_when_it_dies_gets_one_error_that_says_how() -> None
 
 
 def test_a_question_that_can_not_be_sent_any_more_fails_once_and_for_all() -> None:
-    """Its input is closed while it still runs: what is said now is the error, and its end adds
-    none."""
+    """The process's input is closed while it still runs. The question fails with that error, and
+    the process's end adds no second error."""
 
     async def story() -> None:
         process, _ = await _started(_child(_DEAF), {}, loads="it")

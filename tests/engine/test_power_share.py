@@ -1,5 +1,4 @@
-"""Steps paced by a duty cycle: what is computed in, and rested for, by a clock of the test's
-own."""
+"""Steps paced by a duty cycle: computing and resting times, measured with an emulated clock."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ STEP_S = 0.01
 
 
 class Machine(ScriptedBackend):
-    """Every step takes a hundredth of a second."""
+    """A backend whose every step takes a hundredth of a second."""
 
     def __init__(self) -> None:
         super().__init__(n_ctx=4096, n_batch=64)
@@ -31,7 +30,7 @@ class Machine(ScriptedBackend):
 
 
 class Paced:
-    """An engine on that machine, and how often and how long it rested."""
+    """An engine on that machine. It records the number and the total duration of its rests."""
 
     def __init__(self, power: float) -> None:
         self.machine = Machine()
@@ -47,7 +46,7 @@ class Paced:
         self.outcome.take(self.engine.submit(request, prompt_tokens(self.engine, request)))
 
     def turn(self) -> None:
-        """What the worker's loop does with nothing in its inbox."""
+        """Do one iteration of the worker's loop with an empty inbox."""
         if (rest_s := self.engine.idle_wait_s) > 0:
             self.rests += 1
             self.rested_s += rest_s
@@ -63,7 +62,7 @@ def test_steps_take_their_share_of_the_time(power: float) -> None:
         paced.turn()
     steps = round(paced.machine.computed_s / STEP_S)
     assert paced.rests == (steps - 1 if power < 1 else 0)
-    # The rest behind the last step is nobody's.
+    # The rest after the last step does not count.
     assert paced.rested_s == pytest.approx((steps - 1) * STEP_S * (1 / power - 1))
     assert paced.engine.snapshot()["power_share"] == power
     plain = Paced(1.0)

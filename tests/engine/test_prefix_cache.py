@@ -1,5 +1,5 @@
-"""The radix tree keeps its laws under any history, and answers what a plain list of lines would
-answer."""
+"""The radix tree keeps its invariants in any history, and finds the same prefixes as a plain list
+of sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from localllm.engine.cache.matching import FollowedTree
 from localllm.engine.cache.tree import Match, PrefixCache, as_tokens, common_prefix
 from support.examples import examples
 
-# A tiny alphabet makes shared prefixes, splits and repeats the rule instead of the exception.
+# A tiny alphabet makes shared prefixes, splits and repeats common.
 lines = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
@@ -127,7 +127,7 @@ def test_a_segment_without_its_parent_is_kept_behind_a_gap() -> None:
 
 @dataclass(eq=False)
 class Filed(Block):
-    """A block whose copy on disk is there (`filed`), or is being written (`pending`)."""
+    """A block whose copy on disk exists (`filed`) or is being written (`pending`)."""
 
     filed: bool = True
     in_memory: bool = True
@@ -178,8 +178,8 @@ def test_once_all_is_written_that_was_being_written_nothing_is_waited_for() -> N
     waited: list[bool] = []
 
     def wait() -> bool:
-        """Written the first time; after that a wait would be in vain, and last as long as it
-        may."""
+        """Finish the pending write the first time. A second wait would be useless and last until
+        its limit."""
         waited.append(True)
         blocks[0].pending = False
         return True
@@ -206,7 +206,7 @@ def test_a_wide_block_that_is_only_on_disk_gives_its_beginning_to_a_narrow_one()
 
 
 class History(RuleBasedStateMachine):
-    """Any order of insert, match, lock, unlock; laws after each."""
+    """Insert, match, lock and unlock in any order; check the invariants after each action."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class History(RuleBasedStateMachine):
 
 
 class WholeHistory(History):
-    """The same for a tree of whole blocks."""
+    """The same for a tree of indivisible blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Streams go on while the disk is slow: what it holds is read beside them, and a disk that hangs
-costs computing, no more."""
+"""Streams continue while the disk is slow. Its data is read in parallel with steps, and if the disk
+hangs, the KV is computed instead."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHAPES: dict[str, Callable[[], ScriptedBackend]] = {
 
 @dataclass
 class SlowDisk:
-    """Reads a file once it is let; notes who asked."""
+    """A disk that reads files only after the test sets `let`, and records the threads that read."""
 
     let: threading.Event = field(default_factory=threading.Event)
     asked: threading.Event = field(default_factory=threading.Event)
@@ -70,7 +70,7 @@ def alone(prompt: list[int], n: int = 6) -> list[int]:
 def started(
     folder: Path, shape: str, disk: SlowDisk, clock: Callable[[], float] = lambda: 0.0
 ) -> Engine:
-    """An engine that finds LONG on a slow disk, with a stream under way."""
+    """Return an engine that finds LONG on a slow disk and has a running stream."""
     options = EngineSettings(disk_dir=str(folder), disk_bytes=10**9, headroom_bytes=0)
     first = Engine(SHAPES[shape](), options)
     run(first, ask("earlier", LONG))
@@ -179,7 +179,7 @@ def test_one_that_leaves_meanwhile_wants_nothing_more(tmp_path: Path, disk: Slow
 def test_a_running_line_is_gone_on_from_once_its_state_is_read(
     tmp_path: Path, disk: SlowDisk
 ) -> None:
-    """Two requests part from a line that runs, at a point whose state is on disk only."""
+    """Two requests branch off a running sequence at a point whose state is only on disk."""
     engine = started(tmp_path, "states", disk)
     prompt = [*LONG, 5, 6]
     disk.let.set()
@@ -190,7 +190,7 @@ def test_a_running_line_is_gone_on_from_once_its_state_is_read(
     assert engine.pool.kv.disk is not None
     engine.pool.kv.disk.flush()
     engine.pool.kv.disk.sync(engine.pool.kv.trees)
-    # Memory forgets what is on disk.
+    # Memory drops the blocks that are on disk.
     engine.pool.kv.budget.shrink(10**12)
     disk.let.clear()
     disk.asked.clear()
@@ -220,7 +220,7 @@ def test_no_more_is_read_ahead_than_may_be(tmp_path: Path, disk: SlowDisk) -> No
 
 
 def test_several_threads_read_a_file_where_a_device_computes(tmp_path: Path) -> None:
-    """One reads and checks it slower than a card computes what it holds."""
+    """One thread reads and checks a file more slowly than a card computes its KV."""
     engine = Engine(
         EmulatedDevice(np.zeros((1, 300), dtype=np.float32)),
         EngineSettings(disk_dir=str(tmp_path), disk_bytes=10**9, headroom_bytes=0),
@@ -238,7 +238,7 @@ def test_several_threads_read_a_file_where_a_device_computes(tmp_path: Path) -> 
 
     def open_file(path: Path) -> Readable:
         opened.append(path)
-        if len(opened) > 1:  # its head is read first
+        if len(opened) > 1:  # the file's header is read first
             together.wait()
         return path.open("rb", buffering=0)
 
@@ -287,7 +287,7 @@ def test_whatever_is_wanted_and_released_the_bytes_are_counted_and_the_data_is_r
 
 
 def test_the_reader_rests_between_the_pieces_of_a_file(tmp_path: Path) -> None:
-    """A thread that reads and hashes without a pause takes a processor from those who compute."""
+    """A thread that reads and hashes without a pause would take a core from the computation."""
     tier = DiskTier(tmp_path, "model", 10**9)
     tier.open(PrefixCache(capacity_bytes=10**9))
     data = bytes(range(256)) * (4 * 2**12)

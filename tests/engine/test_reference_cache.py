@@ -1,5 +1,5 @@
-"""The reference the real cache is measured against: right by itself, on examples worked out by hand
-and on its laws."""
+"""The reference cache against which the real cache is measured. It is checked by hand-computed
+examples and by its invariants."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ BYTES = 10
 
 
 def cache(memory: int, disk: int = 0, piece: int = 4) -> ReferenceCache:
-    """A cache of so many tokens in memory and on disk."""
+    """Return a cache with room for that many tokens in memory and on disk."""
     return ReferenceCache(memory * BYTES, disk * BYTES, BYTES, piece)
 
 
 def line(name: str, n: int) -> list[int]:
-    """`n` tokens that share nothing with a line of another name."""
+    """Return `n` tokens that share no token with the sequence of another name."""
     return [ord(name) * 1000 + i for i in range(n)]
 
 
@@ -55,13 +55,14 @@ def test_a_split_piece_costs_its_bytes_once() -> None:
 
 
 def test_pieces_are_cut_from_where_a_line_leaves_what_is_held() -> None:
-    """Of b only the piece [5, 9) fits, so [9, 12) is what is forgotten."""
+    """Of b, only the piece [5, 9) fits, so [9, 12) is dropped."""
     held = cache(10 + 6)
     a = line("a", 10)
     b = [*a[:5], *line("b", 7)]
     held.finished(a)
     held.finished(b)
-    # Used last are a's first two pieces (8 tokens) and b's own; a's end (2) was used before them.
+    # The first two pieces of a (8 tokens) and the piece of b were used last; the end of a (2
+    # tokens) was used before them.
     assert held.held_tokens == 15
     assert held.reuse([*b, 1]) == 12
     assert held.reuse([*a, 1]) == 8
@@ -124,7 +125,7 @@ def test_after_a_kill_the_last_line_is_not_counted_on() -> None:
 
 
 def test_what_is_read_from_disk_after_a_restart_is_in_memory_again() -> None:
-    """The disk (8 tokens) drops a for b; a stays only if using it brought it to memory."""
+    """The disk (8 tokens) drops a for b. a remains only if its use brought it into memory."""
     a, b = line("a", 8), line("b", 8)
     for used in (True, False):
         held = cache(100, 8)
@@ -168,7 +169,7 @@ def test_it_finds_no_more_than_was_ever_told_and_no_less_than_the_line_just_told
         told.append(step)
         assert held.held_tokens <= memory + disk
         if len(step) * piece <= max(memory, disk):
-            # Whatever pieces of other lines its tokens lie in, all of them fit.
+            # The pieces of other sequences that contain its tokens all fit.
             assert held.reuse([*step, 2]) == len(step)
 
 

@@ -1,5 +1,5 @@
-"""A long cached prefix comes back block by block between the steps of others, and whatever
-interrupts it loses nothing."""
+"""A long cached prefix is restored block by block between the steps of other requests. Interrupting
+it loses no data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = [40 + i % 97 for i in range(2000)]
 
 
 class Noting(ScriptedBackend):
-    """Notes imports and steps in the order they happen; can lose a block on the way."""
+    """A backend that records imports and steps in the order in which they happen."""
 
     def __init__(self, n_ctx: int = 8192) -> None:
         super().__init__(n_ctx=n_ctx, n_batch=64)
@@ -39,8 +39,8 @@ def ask(key: str, prompt: list[int], n: int = 6) -> Request:
 
 
 def cached(n_ctx: int = 8192) -> tuple[Engine, Noting]:
-    """An engine that knows LONG from an earlier request, not as its newest line, with a stream
-    under way."""
+    """Return an engine that knows LONG from an earlier request, but not as its newest sequence, and
+    has a running stream."""
     backend = Noting(n_ctx)
     engine = Engine(backend, EngineSettings(headroom_bytes=0))
     run(engine, ask("earlier", LONG))

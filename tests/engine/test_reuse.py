@@ -1,5 +1,5 @@
-"""No token is prefilled twice, and reuse never changes an answer: every memory shape, random
-histories, tiny caches."""
+"""No token is prefilled twice, and reuse never changes an answer: for every kind of memory, random
+histories and tiny caches."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def make(request: pytest.FixtureRequest) -> Callable[..., ScriptedBackend]:
 
 
 def turn(text: str, fill: int = 0) -> list[int]:
-    """One message: a control token, then the text (and `fill` more tokens)."""
+    """Return one message: a control token, then the text, then `fill` more tokens."""
     return [TURN, *(3 + b for b in text.encode()), *[40] * fill]
 
 
 def ask(engine: Engine, key: str, prompt: list[int], n: int = 8) -> tuple[list[int], int]:
-    """(prompt + answer, tokens found in the cache)"""
+    """Return (prompt + answer, number of cached tokens)."""
     outcome = run(engine, request_for(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True))
     return prompt + outcome.tokens[key], outcome.finish(key).usage.cached_tokens
 
@@ -49,7 +49,7 @@ def test_the_next_turn_costs_only_its_new_tokens(make: Callable[..., ScriptedBac
         if settled:
             settle(engine)
         grown, cached = ask(engine, f"next-{settled}", line + turn("again", 20) + turn("bot"))
-        # The answer's last token never had KV: it was chosen, not read.
+        # The answer's last token has no KV: it was sampled, but never computed.
         assert cached >= len(line) - 1
         line = grown
 
@@ -94,8 +94,8 @@ def test_interleaved_chats_sharing_a_system_prompt_prefill_nothing_twice() -> No
             ask(engine, f"title-{key}{i}", turn("make a title", 5) + turn("bot"))
             new += 8 + len(turn("make a title", 5) + turn("bot")) if (key, i) == ("a", 0) else 9
             lines[key] = grown + turn("more", 20) + turn("bot")
-    # At most a token or two per request beyond what is new (an answer's last token is read in the
-    # next turn).
+    # At most one or two tokens per request beyond the new ones: an answer's last token is computed
+    # in the next turn.
     assert backend.computed_tokens <= new + 3 * 4 * 2
 
 
@@ -213,8 +213,8 @@ prompts = st.lists(
 def test_random_histories_change_no_answer(
     shape: str, mix: list[tuple[list[list[int]], int, int, bool]], cache_bytes: int, n_ctx: int
 ) -> None:
-    """Arrivals at random steps, cancellations, branches, evictions: each answer equals the isolated
-    one."""
+    """With arrivals at random steps, cancellations, branches and evictions, each answer equals the
+    isolated one."""
     engine = Engine(SHAPES[shape](n_ctx=n_ctx, n_batch=32), EngineSettings(cache_bytes=cache_bytes))
     outcome = Outcome()
     asked: dict[str, tuple[list[int], int, bool]] = {}
@@ -248,7 +248,8 @@ def test_random_histories_change_no_answer(
 
 
 def test_a_long_line_that_is_nowhere_else_is_not_cut_for_a_short_request() -> None:
-    """It shares its first tokens with everything: they are not worth the rest of it."""
+    """A short request shares its first tokens with the long sequence. That is not worth truncating
+    the rest."""
     backend = ScriptedBackend(n_ctx=2048, n_seq_max=4, rewind="none", states=True)
     engine = Engine(backend, EngineSettings(cache_bytes=0, headroom_bytes=0))
     line, _ = ask(engine, "long", [TURN, *[40] * 600, TURN])
@@ -260,7 +261,7 @@ def test_a_long_line_that_is_nowhere_else_is_not_cut_for_a_short_request() -> No
 
 
 def test_a_turn_copies_no_more_than_its_own_tokens_and_states() -> None:
-    """Not the whole line up to three times, as where snapshots hold everything."""
+    """It does not copy the complete sequence up to three times, as indivisible snapshots would."""
     backend = ScriptedBackend(n_ctx=8192, n_seq_max=4, n_batch=256, rewind="none", states=True)
     engine = Engine(backend, EngineSettings(headroom_bytes=0))
     exported: list[int] = []
@@ -282,7 +283,7 @@ def test_a_turn_copies_no_more_than_its_own_tokens_and_states() -> None:
 
 
 def test_an_edit_in_the_middle_of_a_history_costs_what_follows_it() -> None:
-    """Also where the prompt came as one and nobody knew where it would be edited."""
+    """This also holds if the prompt arrived as a whole and the position of the edit was unknown."""
     backend = ScriptedBackend(n_ctx=16384, n_seq_max=4, n_batch=256, rewind="none", states=True)
     engine = Engine(backend, EngineSettings(headroom_bytes=0))
     history = [token for n in range(40) for token in (TURN, *[60 + n] * 149)]
@@ -292,6 +293,6 @@ def test_an_edit_in_the_middle_of_a_history_costs_what_follows_it() -> None:
         _, cached = ask(engine, f"edit {at}", [*history[:at], TURN, 5, *history[at + 20 :], TURN])
         settle(engine)
         assert at - cached <= 512 + 150
-    # What was edited there once is edited there again.
+    # A later edit at the same position reuses everything before it.
     _, cached = ask(engine, "again", [*history[:3000], TURN, 6, *history[3020:], TURN])
     assert cached >= 3000

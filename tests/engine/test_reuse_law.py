@@ -1,5 +1,5 @@
-"""The law of reuse: whatever conversations, branches, edits, title requests and restarts come, and
-however small memory and disk are, what is reused is at least 95 % of what a cache with perfect
+"""The reuse invariant. For any conversations, branches, edits, title requests and restarts, and for
+any size of memory and disk, the engine reuses at least 95 % of the tokens that a cache with perfect
 knowledge and the same budgets would reuse."""
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ PIECE = 32
 STATE_TOKENS = 24
 TOKEN_BYTES = 2048
 ANSWER = 6
-# About what one conversation of a history has at its end.
+# Approximate length of a conversation at the end of a history.
 LINE_TOKENS = 300
-# A beginning too short to be copied is nobody's loss; nor, in a plain line, is so short a gap at
-# its end.
+# A prefix too short to be copied is not counted as a loss. If a sequence can be resumed anywhere,
+# so short a gap at its end is not counted either.
 _TOO_SHORT = tunables.MIN_TOKENS
 Shape = Literal["plain", "states", "whole"]
-# What a single history may fall short of 95 % by: one line that was lost, where it can be taken up
-# at points only. In little room the engine may keep points of another line where the reference
-# keeps those of the newest: it keeps some where lines part, and of whole snapshots not always the
-# same. Over many histories there is no slack.
+# Allowed shortfall of a single history from 95 %: one lost sequence, for memory that can be resumed
+# only at checkpoints. With little room the engine may keep checkpoints of one sequence where the
+# reference keeps those of the newest: it keeps some where sequences branch, and not always the same
+# indivisible snapshots. Over many histories no shortfall is allowed.
 _SLACK_TOKENS: dict[Shape, int] = {"plain": 0, "states": LINE_TOKENS, "whole": LINE_TOKENS}
 
 
 class Packed(ScriptedBackend):
-    """Exports every token in as many bytes as the reference counts."""
+    """A backend that exports every token with as many bytes as the reference counts."""
 
     def export_range(self, sequence: int, start: int, stop: int) -> bytes:
         line = self.lines[sequence]
@@ -54,7 +54,7 @@ class Packed(ScriptedBackend):
 
     def import_range(self, sequence: int, data: bytes | memoryview, start: int, stop: int) -> None:
         (first,) = struct.unpack_from("<i", data)
-        # The first token's first copy made room for `first`.
+        # The first copy of the first token was replaced by `first`.
         tokens = [
             struct.unpack_from("<i", data, i + 4)[0] for i in range(0, len(data) - 4, TOKEN_BYTES)
         ]
@@ -64,7 +64,8 @@ class Packed(ScriptedBackend):
 
 
 class PackedStates(Packed):
-    """One whose lines can be taken up only at a state, which takes the room of `STATE_TOKENS`."""
+    """A backend whose sequences can be resumed only at a state. A state takes as much space as
+    `STATE_TOKENS` tokens."""
 
     def export_state(self, sequence: int) -> bytes:
         state = super().export_state(sequence)
@@ -72,7 +73,8 @@ class PackedStates(Packed):
 
 
 class Clock:
-    """Every look takes a tenth of a second: computing is slow beside any disk."""
+    """A clock that advances by 0.1 s at every reading, so computing is slow compared with any
+    disk."""
 
     now = 0.0
 
@@ -83,7 +85,7 @@ class Clock:
 
 @dataclass
 class World:
-    """One engine after the other on one folder, and the reference beside them."""
+    """A series of engines that use one folder, and the reference cache for comparison."""
 
     folder: Path
     memory_bytes: int
@@ -92,7 +94,8 @@ class World:
     shape: Shape = "plain"
     reused: int = 0
     due: int = 0
-    # Of what was due, each request by itself: what one finds makes up for no other.
+    # The part of `due` that was found, counted for each request separately: a surplus of one
+    # request does not compensate for another.
     matched: int = 0
     asked: int = 0
     story: list[str] = field(default_factory=list)
@@ -137,15 +140,14 @@ class World:
         if clean:
             self.engine.close()
         elif self.engine.pool.kv.disk is not None:
-            # All that was queued has been written by the pause before; what is only resident is
-            # lost.
+            # The preceding pause wrote all queued blocks; KV that is only in the context is lost.
             self.engine.pool.kv.disk.close()
         self.reference.restart(clean)
         self.newest = []
         self.engine = self.start()
 
     def idle(self) -> None:
-        """A pause long enough for everything that can be exported and written."""
+        """Pause until everything that can be exported and written is."""
         while True:
             settle(self.engine)
             if not self.engine.pool.waiting:
@@ -157,7 +159,7 @@ class World:
         settle(self.engine)
 
     def ask(self, *prompts: list[int]) -> list[tuple[list[int], int]]:
-        """Ask all at once; [(prompt and answer, tokens cached)]"""
+        """Submit all prompts at once; return [(prompt and answer, cached tokens)]."""
         due = [self.reference.reuse(p) for p in prompts]
         outcome, keys = Outcome(), []
         for prompt in prompts:
@@ -181,9 +183,9 @@ class World:
             line = prompt + outcome.tokens[key]
             turns = [i for i, token in enumerate(prompt) if token == TURN]
             self.reference.finished(line[:-1], [*turns[-2:], len(line) - 1])
-            # With states and little room there is a choice no history is right for: the reference
-            # keeps the beginnings of lines, the engine the states near their ends. So what one
-            # finds makes up for what the other does.
+            # With states and little room, no choice is best for all histories: the reference keeps
+            # the beginnings of sequences, and the engine keeps the states near their ends. A
+            # surplus of one request may therefore compensate for another.
             self.reused += cached if self.shape != "plain" else min(cached, expected)
             self.matched += min(cached, expected) if expected >= _TOO_SHORT else 0
             if self.shape == "plain":
@@ -206,7 +208,8 @@ class World:
 
 @dataclass
 class Chats:
-    """The conversations of a history: each line as it stands, and where its turns begin."""
+    """The conversations of a history: the current tokens of each, and the positions where its turns
+    begin."""
 
     rng: random.Random
     lines: list[list[int]] = field(default_factory=list)
@@ -221,12 +224,12 @@ class Chats:
         return len(self.lines) - 1
 
     def prompt(self, i: int, n: int) -> list[int]:
-        """The next turn of conversation `i`."""
+        """Return the prompt of the next turn of conversation `i`."""
         self.turns[i].append(len(self.lines[i]))
         return [*self.lines[i], TURN, *self.words(n), TURN]
 
     def cut(self, i: int, turn: int) -> None:
-        """Go back before one of its turns."""
+        """Truncate the conversation before one of its turns."""
         at = turn % len(self.turns[i])
         del self.lines[i][self.turns[i][at] :]
         del self.turns[i][at:]
@@ -247,7 +250,7 @@ ACTION = st.one_of(
 
 
 def play(world: World, chats: Chats, action: str, i: int, n: int) -> None:
-    """One thing that happens to conversation `i`."""
+    """Apply one action to conversation `i`."""
     if action in ("pause", "restart", "kill"):
         world.idle() if action == "pause" else world.restart(clean=action == "restart")
         world.story.append(action)
@@ -270,11 +273,12 @@ def play(world: World, chats: Chats, action: str, i: int, n: int) -> None:
 
 
 def missed_tokens(world: World, seed: int, actions: list[tuple[str, int, int]]) -> float:
-    """Play it all; by how many tokens less was reused than the law says (0: as much, or more)."""
+    """Run the complete history and return by how many tokens the reuse falls short of the invariant
+    (0: not short)."""
     chats = Chats(random.Random(seed))
     shared = chats.words(60)
     for k in range(4):
-        # Three over one system prompt, one of its own.
+        # Three conversations share one system prompt; one has its own.
         chats.new(shared if k < 3 else chats.words(60))
     for action, i, n in actions:
         play(world, chats, action, i, n)
@@ -317,7 +321,7 @@ def test_reuse_is_that_of_perfect_knowledge(
 
 
 def drawn(seed: int) -> tuple[list[tuple[str, int, int]], int, int, int]:
-    """(actions, bytes of memory, bytes of disk, n_ctx) of a random history."""
+    """Return (actions, bytes of memory, bytes of disk, n_ctx) of a random history."""
     kinds = [
         "turn",
         "turn",
@@ -347,7 +351,7 @@ def drawn(seed: int) -> tuple[list[tuple[str, int, int]], int, int, int]:
 def test_lines_that_are_on_disk_alone_do_not_take_turns_in_memory(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of these histories ended in housekeeping that never did."""
+    """Regression: housekeeping never ended in these histories."""
     monkeypatch.setattr(tunables, "PIECE_TOKENS", PIECE)
     actions, memory_bytes, disk_bytes, n_ctx = drawn(seed)
     assert (
@@ -360,7 +364,7 @@ def test_lines_that_are_on_disk_alone_do_not_take_turns_in_memory(
 def test_lines_that_do_not_all_fit_on_disk_are_not_written_by_turns(
     disk_lines: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four lines stay in the context; memory and disk hold two of them at most."""
+    """Four sequences stay in the context; memory and disk hold at most two of them."""
     monkeypatch.setattr(tunables, "PIECE_TOKENS", PIECE)
     world = World(tmp_path, LINE_BYTES // 5, int(disk_lines * LINE_BYTES), 8192)
     rng = random.Random(1)
@@ -381,7 +385,7 @@ def test_lines_that_do_not_all_fit_on_disk_are_not_written_by_turns(
 def test_over_many_histories_points_are_found_as_by_perfect_knowledge(
     shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Request by request, without any slack."""
+    """Each request is counted separately, without any allowed shortfall."""
     monkeypatch.setattr(tunables, "PIECE_TOKENS", PIECE)
     reused = due = 0
     for seed in range(40):

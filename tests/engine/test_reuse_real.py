@@ -1,5 +1,5 @@
-"""Nothing is prefilled twice by a real worker: after restarts and kills, with a full cache, beside
-a line larger than it."""
+"""A real worker prefills no token twice: after restarts and kills, with a full cache, and next to a
+sequence larger than the cache."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from localllm_backends.contract import LoadSpec
 from models.gemma import gemma_path
 from support.requests import events_of, request_for
 
-# Per start or round. Copying back fewer than 16 tokens is no faster than computing them, and
-# neither is reading a large block for a template's first line (24 tokens): each may happen once.
+# Limit per process or round. Copying fewer than 16 tokens is no faster than computing them, and
+# neither is reading a large block for a template's first line (24 tokens). Each may happen once.
 MOST_TWICE = 50
 ANSWER_TOKENS = 8
 RULES = "Rule: answer shortly, plainly and only about what was asked, whoever asks it. "
@@ -29,10 +29,9 @@ RULES = "Rule: answer shortly, plainly and only about what was asked, whoever as
 
 @dataclass(frozen=True)
 class Model:
-    """A model's file, and how its turns are written. `round_bytes`: what one round of three chats
-    leaves in the cache;
-    `small_bytes`: less than a line of 1,500 tokens takes. `whole`: its state can't be cut (sliding
-    windows)."""
+    """A model's file and the format of its turns. `round_bytes` is the cache size of one round of
+    three chats. `small_bytes` is less than a sequence of 1,500 tokens takes. `whole` means that the
+    model's state can't be truncated (sliding windows)."""
 
     path: Path
     round_bytes: int
@@ -44,18 +43,18 @@ class Model:
     whole: bool = False
 
     def turn(self, role: str, text: str) -> str:
-        """One message."""
+        """Return one message in the model's format."""
         return f"{self.begins}{role}\n{text}{self.ends}"
 
     @property
     def opening(self) -> str:
-        """What the answer comes behind."""
+        """The text before the answer."""
         return f"{self.begins}{self.bot}\n"
 
 
 @pytest.fixture(scope="session")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
-    """Gemma 3 270M, put together once for all tests; None where its packages are not installed."""
+    """Gemma 3 270M, assembled once for all tests; None if its packages are not installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCALLLM_CACHE_DIR", str(tmp_path_factory.mktemp("gemma")))
         return gemma_path()
@@ -91,22 +90,22 @@ def model(
 
 @dataclass
 class Known:
-    """What a worker and those before it on the same folder have computed; `places`: where a line
-    may be taken up again (None: anywhere). Of a model whose state can't be cut those are the last
-    two turns of its prompt and its end."""
+    """Everything that this worker and earlier ones with the same folder have computed. `places` are
+    the positions where a sequence may be resumed (None: anywhere). For a model whose state can't be
+    truncated, these are the last two turns of its prompt and its end."""
 
     model: Model
     lines: list[tuple[list[int], set[int] | None]] = field(default_factory=list)
     n: int = 0
 
     def add(self, prompt: list[int], answer: list[int], opening: int) -> None:
-        """A request ended. The last token of an answer is chosen and never computed."""
+        """Record a finished request. The last token of an answer is sampled and never computed."""
         line = prompt + answer[:-1]
         turns = [i for i, token in enumerate(prompt) if token == opening]
         self.lines.append((line, {*turns[-2:], len(line)} if self.model.whole else None))
 
     def reusable(self, prompt: list[int]) -> int:
-        """How many tokens of `prompt` need not be computed again; its last one always is."""
+        """Return how many tokens of `prompt` need not be computed again. The last one always is."""
         most = 0
         for line, places in self.lines:
             shared = min(common(prompt, line), len(prompt) - 1)
@@ -119,18 +118,19 @@ class Known:
 
 @dataclass
 class Life:
-    """One worker from its start to its end, and the tokens it computed although they were known."""
+    """One worker from its start to its end, and the number of tokens that it computed although they
+    were known."""
 
     client: WorkerClient
     known: Known
     twice: int = 0
 
     async def tokens(self, text: str, *, first: bool = False) -> list[int]:
-        """Token ids; of the beginning of a prompt if `first`."""
+        """Return token ids; with `first`, those of the beginning of a prompt."""
         return await self.client.tokenize(text, add_bos=first)
 
     async def ask(self, prompt: list[int], n: int = ANSWER_TOKENS) -> tuple[list[int], int]:
-        """(prompt and answer, tokens of the prompt that were cached)"""
+        """Return (prompt and answer, number of cached prompt tokens)."""
         self.known.n += 1
         request = request_for(
             f"r{self.known.n}", prompt, n, Sampling(temperature=0.0), ignore_eos=True
@@ -147,7 +147,7 @@ class Life:
         return prompt + answer, event.usage.cached_tokens
 
     async def chats(self, head: list[int], greetings: Sequence[str], turns: int) -> None:
-        """Chats behind one system prompt take turns."""
+        """Run several chats with one system prompt in turns."""
         model = self.known.model
         lines = [list(head) for _ in greetings]
         for turn in range(turns):
@@ -157,15 +157,15 @@ class Life:
                 lines[i], _ = await self.ask(lines[i] + await self.tokens(said))
 
     async def system(self, text: str, n: int) -> list[int]:
-        """A system prompt of about `n` tokens that begins with `text`."""
+        """Return a system prompt of about `n` tokens that begins with `text`."""
         model = self.known.model
         rules = (await self.tokens(text + RULES * (n // 10)))[:n]
         begin = await self.tokens(f"{model.begins}system\n", first=True)
         return begin + rules + await self.tokens(model.ends)
 
     async def edit(self, name: str, n: int) -> None:
-        """A request with a file of `n` tokens that nobody has seen; it begins with the template's
-        first line."""
+        """Send a request with a new file of `n` tokens. The prompt begins with the template's first
+        line."""
         model = self.known.model
         file = (await self.tokens("".join(f"{name}_{i} = {i * 7919 % 997}\n" for i in range(n))))[
             :n
@@ -176,7 +176,7 @@ class Life:
         await self.ask(begin + file + await self.tokens(f"{model.ends}{model.opening}"))
 
     async def written(self) -> None:
-        """Return when the disk tier has written all it is going to: nothing for a second."""
+        """Return when the disk tier has written everything: no bytes for one second."""
         before = -1
         while before != (now := (await self.client.snapshot())["disk_written_bytes"]):
             before = now
@@ -185,14 +185,14 @@ class Life:
             assert self.client.alive
 
     async def kill(self) -> None:
-        """End it as a power cut would."""
+        """Kill the worker, as in a power failure."""
         os.kill(self.client.pid, signal.SIGKILL)
         await self.client.process.wait()
 
 
 @asynccontextmanager
 async def life(known: Known, n_ctx: int, **engine: object) -> AsyncIterator[Life]:
-    """A worker for the length of the block, ended cleanly unless it is dead by then."""
+    """Run a worker for the duration of the block; close it cleanly unless it is dead."""
     spec = LoadSpec(str(known.model.path), n_ctx=n_ctx)
     client = await WorkerOptions(spec, engine={"headroom_bytes": 0, **engine}).start()
     try:
@@ -202,8 +202,8 @@ async def life(known: Known, n_ctx: int, **engine: object) -> AsyncIterator[Life
 
 
 def test_restarts_cost_nothing_whether_clean_or_not(model: Model, tmp_path: Path) -> None:
-    """Each start: a file is edited, then three chats over the system prompt of the starts
-    before."""
+    """In each process, a file is edited, then three chats use the system prompt of the earlier
+    processes."""
     twice: list[int] = []
 
     async def main() -> None:
@@ -226,7 +226,7 @@ def test_restarts_cost_nothing_whether_clean_or_not(model: Model, tmp_path: Path
 
 @pytest.mark.long
 def test_a_full_cache_serves_the_next_chats_as_the_first(model: Model, tmp_path: Path) -> None:
-    """Six rounds of three new chats, where memory holds one and a half rounds."""
+    """Six rounds of three new chats. Memory holds one and a half rounds."""
     twice: list[int] = []
 
     async def main() -> None:
@@ -250,8 +250,8 @@ def test_a_full_cache_serves_the_next_chats_as_the_first(model: Model, tmp_path:
 def test_a_line_larger_than_the_cache_survives_a_short_request(
     model: Model, disk: bool, tmp_path: Path
 ) -> None:
-    """There are cells for both, so at most its last block (512 tokens) is computed again, or no
-    turn of a whole model."""
+    """There are cells for both, so at most the sequence's last block (512 tokens) is computed
+    again. If the model's state can't be truncated, no turn is."""
     found: list[tuple[int, int]] = []
 
     async def main() -> None:
@@ -276,7 +276,7 @@ def test_a_line_larger_than_the_cache_survives_a_short_request(
 
 
 def test_a_text_without_turns_is_found_after_a_restart(model: Model, tmp_path: Path) -> None:
-    """What editors and plain completions send has no turns that a state could be kept before."""
+    """Prompts of editors and plain completions have no turns at which a state could be kept."""
     found: list[tuple[int, int]] = []
 
     async def main() -> None:
@@ -309,8 +309,8 @@ def test_a_text_without_turns_is_found_after_a_restart(model: Model, tmp_path: P
 def test_chats_that_branch_in_the_middle_of_a_turn_compute_only_their_own_part(
     model: Model, rules: int, titles: bool, tmp_path: Path
 ) -> None:
-    """No state was kept where they leave each other, but a window is still there, and then there is
-    one; where a title was asked for meanwhile the window is gone."""
+    """No state was kept where the chats branch, but a window is still in the context, and then a
+    state is kept. If a title was requested in between, the window is gone."""
     twice: list[int] = []
 
     async def main() -> None:

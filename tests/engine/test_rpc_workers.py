@@ -1,8 +1,8 @@
-"""Layers on other machines, by llama.cpp's RPC: the same tokens, and one clear error where a
-machine vanishes.
+"""Layers on other machines with llama.cpp's RPC: the same tokens, and one clear error if a machine
+disappears.
 
-Needs a build of llama.cpp with RPC (`localllm setup --rpc`); what needs none comes first.
-"""
+Most tests need a build of llama.cpp with RPC (`localllm setup --rpc`). The tests that don't come
+first."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_without_rpc_it_says_how_to_have_it(tiny_model: Path) -> None:
 def workers(
     n: int, ports: list[int] | None = None
 ) -> Iterator[tuple[list[str], list[subprocess.Popen[bytes]]]]:
-    """`n` of `localllm worker`, each with one thread."""
+    """Run `n` processes of `localllm worker`, each with one thread."""
     ports = ports or [free_port() for _ in range(n)]
     with ExitStack() as stack:
         processes = []
@@ -93,7 +93,7 @@ def workers(
 
 
 def gone(process: subprocess.Popen[bytes]) -> None:
-    """The worker and the RPC server below it vanish at once."""
+    """Kill the worker and its RPC server at once."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -104,7 +104,8 @@ def wait_for(port: int) -> None:
     while time.monotonic() < end:
         with socket.socket() as s:
             s.settimeout(1)
-            # The door is open before the server behind it is: it answers once that does.
+            # The worker's port opens before the RPC server is ready, but it answers only after
+            # that.
             if s.connect_ex(("127.0.0.1", port)) == 0:
                 try:
                     if s.recv(1) != b"":
@@ -189,7 +190,8 @@ def test_a_worker_that_vanishes_is_one_error_and_is_used_again(smollm2: Path, wh
 
 
 async def again(host: Supervisor) -> list[int]:
-    """The next request is served; a supervisor may pause after several failures in a row."""
+    """Send the next request until it is served. A supervisor may pause after several failures in a
+    row."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
         try:

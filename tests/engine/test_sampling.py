@@ -1,4 +1,4 @@
-"""What a sampler chooses on rows that are out of the ordinary, and what that costs in memory."""
+"""The sampler's choices for unusual rows, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
 
 
 class Bits:
-    """A matcher that allows what its bits say."""
+    """A matcher that allows the tokens whose bits are set."""
 
     def __init__(self, allowed: np.ndarray) -> None:
         self._packed = np.packbits(allowed, bitorder="little").tobytes()
@@ -85,7 +85,7 @@ def test_a_grammars_bits_forbid_what_they_do_not_name(n_vocab: int, share: float
 @pytest.mark.parametrize("change", [{"top_k": 40}, {"top_p": 0.95}, {}], ids=str)
 @pytest.mark.parametrize("kind", ["words", "flat"])
 def test_no_row_is_allocated_for_a_token(kind: str, change: dict[str, float]) -> None:
-    """A fresh megabyte costs as much as a pass over it."""
+    """Allocating a megabyte costs as much as a pass over it."""
     row, history = rows_like_models(262_144, 1, kind), list(range(5_000))
     sampler = Sampler(
         replace(OPEN, repeat_penalty=1.1, repeat_last_n=-1, logit_bias={5: 1.0}, **change)

@@ -1,10 +1,9 @@
-"""The law of sampling: what is drawn follows the definition in double precision, within
-`TOLERANCE`; greedy is the same token.
+"""The sampling invariant: draws follow the definition in double precision within `TOLERANCE`, and
+greedy sampling gives the same token.
 
-The filters keep the tokens that are defined, but for some of no more than `TOLERANCE` of the
-probability together, or limits that are off by a rounding error. What is kept has the defined
-probabilities: the distance in total variation is below `TOLERANCE`.
-"""
+The filters keep the defined tokens. Exceptions are tokens with at most `TOLERANCE` of the
+probability together, or limits that differ by a rounding error. The remaining tokens have the
+defined probabilities: the distance in total variation is below `TOLERANCE`."""
 
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ def spell(token: int) -> bytes:
 
 
 def history_of(row: Row, seed: int, length: int) -> list[int]:
-    """Tokens that came: the likely ones above all, and again and again."""
+    """Return earlier tokens: mostly likely ones, many of them repeated."""
     rng = np.random.default_rng(seed)
     likely = np.argsort(-row)[:20]
     some = np.where(
@@ -100,7 +99,7 @@ def history_of(row: Row, seed: int, length: int) -> list[int]:
 
 
 def drawn_by(row: Row, sampling: Sampling, n: int) -> list[tuple[float, int]]:
-    """`n` draws: the uniform number of each, and its token."""
+    """Return `n` draws as (uniform number, token)."""
     drawn = []
     for seed in range(n):
         seeded = replace(sampling, seed=seed)
@@ -121,8 +120,8 @@ def distributed(row: Row, sampling: Sampling) -> NDArray[np.float64]:
 
 
 def at_the_limits(sampling: Sampling) -> Iterator[Sampling]:
-    """The same filters with each limit moved by so little as rounding may, one up and another
-    down."""
+    """Return the same filters with each limit moved by a rounding error, in all combinations of
+    directions."""
     limits = [
         n for n in ("top_p", "typical_p", "min_p", "xtc_threshold") if 0 < getattr(sampling, n) < 1
     ]
@@ -135,13 +134,13 @@ def at_the_limits(sampling: Sampling) -> Iterator[Sampling]:
 
 
 def follows(found: NDArray[np.float64], logits: Row, sampling: Sampling) -> bool:
-    """Is the distribution found the defined one, within the tolerance?"""
+    """Return whether the distribution found is the defined one within the tolerance."""
     row = readable(logits)
     share = tempered(row, kept(row, OPEN), OPEN)
     for near in itertools.chain([sampling], at_the_limits(sampling)):
         ids = kept(row, near)
         wanted = tempered(row, ids, near)
-        # Single precision has no number for the least probable.
+        # Single precision cannot represent the smallest probabilities.
         missing = ids[(found[ids] == 0) & (wanted[ids] > 1e-30)]
         added = np.setdiff1d(np.flatnonzero(found), ids)
         if share[missing].sum() + share[added].sum() > TOLERANCE:
@@ -181,8 +180,8 @@ def test_a_draw_follows_the_distribution(row: Row, sampling: Sampling) -> None:
 def test_what_a_request_changes_is_in_the_distribution(
     row: Row, sampling: Sampling, change: dict[str, float], seed: int, share: float, length: int
 ) -> None:
-    """Bias, penalties, DRY, a grammar's mask and banned ends, and a token drawn from what they
-    leave."""
+    """A request's bias, penalties, DRY, grammar mask and banned ends change the distribution, and
+    the drawn token follows it."""
     sampling = replace(sampling, **change, seed=seed)  # type: ignore[arg-type]
     history = history_of(row, seed, length)
     allowed = np.random.default_rng(seed).random(len(row)) < share if share < 1.0 else None
@@ -199,8 +198,8 @@ def test_what_a_request_changes_is_in_the_distribution(
     if not np.isinf(row).any() and not np.isnan(row).any():
         np.testing.assert_allclose(prepared[numbers], wanted[numbers], rtol=1e-5, atol=1e-5)
         assert (prepared == -np.inf).tolist() == (wanted.astype(np.float32) == -np.inf).tolist()
-    # Once a logit is rounded to single precision, two may be equal that were not: the order among
-    # those is the product's.
+    # After rounding to single precision, two different logits may be equal. The sampler decides the
+    # order of such tokens.
     assert follows(distributed(prepared, sampling), prepared, sampling)
     token = sampler.choose(row, history)
     assert distributed(prepared, sampling)[token] > 0

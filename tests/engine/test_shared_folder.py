@@ -1,5 +1,5 @@
-"""Several servers use one folder of cached prefixes: each finds the files of the others, one limit
-holds for all, and a killed server harms none."""
+"""Several servers use one folder of cached prefixes. Each server finds the files of the others, one
+size limit applies to all, and a killed server does not affect the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def writer(folder: Path, first: int, n: int, *stops: str) -> subprocess.Popen[st
 
 
 def printed(process: subprocess.Popen[str], last: str = "") -> list[str]:
-    """The lines of a process up to `last`, else all."""
+    """Return the output lines of a process up to `last`, or all of them."""
     assert process.stdout is not None
     lines = []
     for line in iter(process.stdout.readline, ""):
@@ -39,7 +39,7 @@ def printed(process: subprocess.Popen[str], last: str = "") -> list[str]:
 
 
 def read_last(process: subprocess.Popen[str]) -> None:
-    """Let it read its last prompt."""
+    """Let the process read its last prompt."""
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -73,7 +73,7 @@ def test_two_processes_write_one_folder_and_one_is_killed_in_a_write(tmp_path: P
     assert sum(path.stat().st_size for path in kept) <= DISK_BYTES + largest
     engine = engine_of(tmp_path, DISK_BYTES)
     assert not part.exists(), "the process that wrote it has ended"
-    # The newest of either process: which one wrote last is open.
+    # The newest prompt of either process: it is undefined which one wrote last.
     assert any(cached_of(engine, number) > 500 for number in (21, 20, 2))
     engine.check_integrity()
     engine.close()

@@ -1,5 +1,5 @@
-"""Who leaves while a prompt is read in slices: what was read of it is kept, and nothing else of it
-stays."""
+"""Requests that leave during sliced prefill: the KV computed so far is kept, and no other resources
+of the request remain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from support.requests import request_for
 
 
 def beside_a_stream(engine: Engine, slices: int, **wishes: object) -> Outcome:
-    """A stream, and a long prompt beside it of which so many slices of 10 tokens are read."""
+    """Start a stream, and next to it a long prompt of which that many slices of 10 tokens are
+    prefilled."""
     outcome = start(engine, ask("stream", words(5, 1), 200))
     long = request_for("long", LONG, max_tokens=8, sampling=GREEDY, ignore_eos=True, **wishes)
     outcome.take(engine.submit(long, LONG))
@@ -31,7 +32,7 @@ LONG = words(205, 2)
 
 
 def again(engine: Engine, outcome: Outcome) -> int:
-    """Ask for the long prompt once more; how much of it was found."""
+    """Request the long prompt again and return the number of its cached tokens."""
     outcome.take(engine.submit(ask("again", LONG), LONG))
     finish(engine, outcome)
     assert outcome.tokens["again"] == expected(LONG, 8)
@@ -78,7 +79,7 @@ def test_what_was_read_in_the_time_a_request_had_is_kept() -> None:
     engine = Engine(backend, settings, clock=lambda: now[0])
     outcome = beside_a_stream(engine, 12, time_limit_s=60.0)
     now[0] = 61.0
-    read = backend.slices[0].read + 10  # in the step that finds the time is up
+    read = backend.slices[0].read + 10  # one more in the step that finds the time is up
     outcome.take(engine.step())
     assert outcome.finish("long").reason == "length"
     assert again(engine, outcome) == read
@@ -118,7 +119,8 @@ def test_without_the_cells_for_all_that_was_read_a_part_of_it_is_kept() -> None:
 
 
 def test_nothing_is_joined_that_nobody_will_use() -> None:
-    """The KV of one that shares nothing is dropped, and so is what a failed step leaves."""
+    """If a request does not share its KV, the KV is dropped. The same applies after a failed
+    step."""
     backend = SlicedBackend()
     engine = engine_of(backend)
     outcome = beside_a_stream(engine, 12, cache_prompt=False)
@@ -152,13 +154,13 @@ def test_what_was_read_when_the_worker_is_told_to_leave_is_there_after_a_restart
 
 
 def counting(backend: Backend, what: str, stop: int) -> list[int]:
-    """A text whose next words no kernel's rounding changes."""
+    """Return a prompt whose continuation is not changed by rounding differences of kernels."""
     return backend.tokenize(f"{what}: " + ", ".join(str(i) for i in range(1, stop)) + ",")
 
 
 def test_a_real_model_goes_on_from_what_was_read_of_a_cancelled_prompt(smollm2: Path) -> None:
-    """Cancelled in the middle of a micro-batch: what came before it is found, and the answer is the
-    undisturbed one."""
+    """The prompt is cancelled in the middle of a micro-batch. The tokens before it are cached, and
+    the answer equals that of an isolated run."""
     spec = LoadSpec(
         str(smollm2), n_ctx=1024, n_seq_max=4, n_threads=1, placement=Placement(gpu_layers=0)
     )

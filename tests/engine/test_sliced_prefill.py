@@ -1,5 +1,5 @@
-"""Long prompts are read beside the streams: who is, who waits meanwhile, and that every answer
-stays what it was."""
+"""Long prompts are prefilled in slices next to running streams: which prompts are, which requests
+wait meanwhile, and that answers do not change."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_a_long_prompt_beside_a_stream_is_read_in_slices_and_a_stream_gets_a_tok
     (sliced,) = backend.slices
     assert sliced.closed
     assert sliced.tokens == words(205, 2)[:-1]
-    # One step made it, and each slice but the last pieces' was followed by a step with the stream's
-    # token.
+    # One step started it. Each slice, except those of the last pieces, was followed by a step with
+    # the stream's token.
     assert len(outcome.tokens["stream"]) - before >= len(sliced.slices)
     prefills = [n for step in backend.steps for _, n in step if n > 1]
     assert sum(prefills) == 5, "nothing else of it was prefilled in steps"
@@ -139,9 +139,9 @@ def test_two_long_prompts_are_read_one_after_the_other() -> None:
 
 
 def behind_a_huge_one(n: int, read: int) -> tuple[SlicedBackend, Engine, Outcome]:
-    """A stream, a prompt of 1,505 tokens of which `read` are read in slices, and a newcomer with
-    `n` to read. No step's time is measured: chunks fill the batch of 32 beside the stream's
-    token."""
+    """Set up a stream, a prompt of 1,505 tokens of which `read` are prefilled in slices, and a
+    newcomer with `n` tokens. The clock stands still, so chunks fill the batch of 32 next to the
+    stream's token."""
     backend = SlicedBackend(n_ctx=4096)
     settings = EngineSettings(sliced_prefill_tokens=50, headroom_bytes=0)
     engine = Engine(backend, settings, clock=lambda: 0.0)
@@ -160,8 +160,8 @@ def test_one_with_much_less_to_read_waits_for_as_long_as_its_own_takes(n: int, r
     before = len(sliced.slices)
     while "new" not in outcome.tokens:
         outcome.take(engine.step())
-    # Every second turn is its own, in which 31 of its tokens are read, and the huge one goes on in
-    # the others.
+    # Every second turn belongs to the newcomer and prefills 31 of its tokens. The huge prompt
+    # continues in the other turns.
     assert abs(len(sliced.slices) - before - n / 31) <= 1
     finish(engine, outcome)
     assert len(backend.slices) == 1
@@ -266,7 +266,7 @@ def test_real_prompts_read_in_slices_get_the_answers_they_get_alone(
 def test_nobody_drafts_between_two_slices() -> None:
     backend = SlicedBackend()
     settings = EngineSettings(sliced_prefill_tokens=50, headroom_bytes=0, draft="ngram")
-    # Steps of 10 ms. While a step takes microseconds, there is no time to choose drafts.
+    # Steps of 10 ms. With steps of microseconds there would be no time to choose drafts.
     engine = Engine(backend, settings, clock=lambda: 0.01 * len(backend.steps), others=ALONE)
     told = expected(words(5, 1), 200)
     stream = ask("stream", words(5, 1), 200, prediction=backend.detokenize(told))
@@ -286,8 +286,8 @@ def test_nobody_drafts_between_two_slices() -> None:
 
 
 def test_a_gap_in_a_cached_prefix_is_computed_between_the_slices_of_another() -> None:
-    """A request whose prefix comes back with a gap is as impatient as any short one: it does not
-    wait for a long prompt."""
+    """A request whose cached prefix has a gap has the same priority as any short request: it does
+    not wait for a long prompt."""
     backend = SlicedBackend()
     engine = engine_of(backend)
     head, known = words(24, 9), words(30, 5)
@@ -312,7 +312,8 @@ def test_a_gap_in_a_cached_prefix_is_computed_between_the_slices_of_another() ->
 
 
 def test_what_is_read_is_appended_for_as_long_as_a_slice_takes() -> None:
-    """Small pieces, several between two steps where they are quick, one where they are slow."""
+    """Pieces are small. Between two steps several are joined if they are fast, and one if they are
+    slow."""
     steps = []
     for piece_s in (0.0, 1.0):
         backend, now = SlicedBackend(), [0.0]

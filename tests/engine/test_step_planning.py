@@ -1,4 +1,4 @@
-"""What goes into a step: laws of the scheduler that hold for any mix of requests."""
+"""The composition of a step: invariants of the scheduler for any mix of requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from localllm.engine.scheduler import (
 )
 from localllm.engine.step_costs import PROMPT_STEP_S, SINGLE_STEP_S, STALL_RATIO, ChunkSizer
 
-TINY = 16  # a prompt with so few tokens left is as impatient as a decoding stream
+TINY = 16  # a prompt with at most this many tokens left is as urgent as a decoding stream
 
 
 @st.composite
@@ -82,7 +82,7 @@ def test_prefill_is_bounded_by_who_else_is_there(asked: list[StepDemand], within
 
 
 def test_age_beats_length() -> None:
-    """The shortest prompt goes first, until somebody has waited half a minute for it."""
+    """The shortest prompt goes first, until another one has waited half a minute."""
     fresh = [StepDemand("long", 2000, 0, 1.0), StepDemand("short", 100, 0, 0.0)]
     aged = [StepDemand("long", 2000, 0, 30.0), StepDemand("short", 100, 0, 0.0)]
     within = Limits(128, 8, 128, 128)
@@ -106,7 +106,7 @@ def test_age_beats_length() -> None:
 def test_the_oldest_and_the_shortest_prompt_are_both_in_the_step(
     waited_s: int, long: int, short: int
 ) -> None:
-    """A slow machine reads a prompt for longer than any allowance for age."""
+    """On a slow machine, a prompt's prefill takes longer than any allowance for age."""
     demands = [StepDemand("long", short + long, 0, waited_s), StepDemand("short", short, 0, 0.0)]
     got = {g.key: g.n_tokens for g in plan_step(demands, Limits(128, 8, 128, 128))}
     assert got["short"] >= min(short, 64)
@@ -117,7 +117,7 @@ def test_the_oldest_and_the_shortest_prompt_are_both_in_the_step(
 
 @pytest.mark.parametrize("streams", [0, 3])
 def test_a_prompt_is_read_without_those_of_a_tenant_that_is_not_next(streams: int) -> None:
-    """Its first token comes after as many tokens as if it were alone."""
+    """The newcomer's first token comes after as many tokens as if it were alone."""
     decoding = [StepDemand(f"stream {i}", 0, 1, 0.0, 9000) for i in range(streams)]
     crowd = [StepDemand(f"crowd {i}", 40 + i, 0, 9.0, 9000) for i in range(5)]
     newcomer = StepDemand("newcomer", 70, 0, 0.0, 100)
@@ -138,10 +138,10 @@ def test_a_low_priority_takes_nothing_of_the_step() -> None:
 
 
 def test_a_lone_prefill_takes_the_whole_batch_only_where_that_is_quick() -> None:
-    """A machine that reads 2,000 tokens a second gets full batches; one that reads 100 never blocks
-    for seconds."""
+    """A machine that prefills 2,000 tokens/s uses full batches. A machine with 100 tokens/s never
+    blocks for seconds."""
     fast, slow = ChunkSizer(512), ChunkSizer(512)
-    assert fast.prompt_tokens(0.35) == slow.prompt_tokens(1.0) == 128  # nothing is known yet
+    assert fast.prompt_tokens(0.35) == slow.prompt_tokens(1.0) == 128  # no speed is known yet
     for n_tokens in (128, 256, 512):
         fast.observe(decoded=0, prefilled=n_tokens, seconds=n_tokens / 2000)
     slow.observe(decoded=0, prefilled=128, seconds=128 / 100)
@@ -181,8 +181,8 @@ def test_beside_decoding_a_step_takes_seven_plain_ones_at_most() -> None:
 
 
 def test_a_prompt_that_gets_dearer_with_depth_stays_within_its_steps() -> None:
-    """Each token costs more the deeper it is read (attention); what was learned from cheaper ones
-    is soon forgotten."""
+    """Each token costs more at greater depth because of attention. The sizer soon forgets the lower
+    costs at smaller depth."""
     sizer, depth, worst = ChunkSizer(512), 0, 0.0
     sizer.observe(decoded=1, prefilled=0, seconds=0.08)
     while depth < 3000:
@@ -195,7 +195,7 @@ def test_a_prompt_that_gets_dearer_with_depth_stays_within_its_steps() -> None:
 
 
 def test_one_slow_decode_step_allows_no_larger_stall() -> None:
-    """A batch that forms takes ten times as long as the steps before and after it."""
+    """The step in which a batch forms takes ten times as long as those before and after it."""
     sizer = ChunkSizer(512)
     sizer.observe(decoded=0, prefilled=128, seconds=1.28)
     for _ in range(3):
@@ -208,7 +208,8 @@ def test_one_slow_decode_step_allows_no_larger_stall() -> None:
 
 
 def test_slower_decoding_that_lasts_is_learned() -> None:
-    """More streams make a decode step dearer for good: the chunks follow."""
+    """More streams make decode steps permanently more expensive, and the chunks grow
+    accordingly."""
     sizer = ChunkSizer(512)
     sizer.observe(decoded=0, prefilled=128, seconds=1.28)
     sizer.observe(decoded=1, prefilled=0, seconds=0.08)
@@ -244,9 +245,9 @@ Asked = tuple[float, int, float]
 def test_priority_goes_first_and_nobody_is_passed_for_ever(
     asked: list[Asked], chance: random.Random
 ) -> None:
-    """One server, requests of equal work: of those that wait the next one is who came first, a step
-    of priority being 30 seconds; so nobody is passed by one who came more than 30 seconds per step
-    later."""
+    """One server, requests of equal work. The next one is the waiting request with the earliest
+    arrival, where one level of priority counts as 30 s. So no request is overtaken by one that
+    arrived more than 30 s per level later."""
     came: list[tuple[float, int, float]] = []
     now = 0.0
     for gap, priority, takes in asked:
@@ -296,7 +297,8 @@ def test_a_device_reads_prompts_in_steps_as_large_as_it_is_fast_when_nobody_deco
 def test_a_chunk_is_as_large_as_a_step_s_gap_allows_whatever_its_fixed_part(
     fixed_s: float, token_s: float, streams: int, unlucky: float
 ) -> None:
-    """Also where the first steps took longer than any behind them: none stays small for that."""
+    """This also holds if the first steps took longer than all later ones: the chunks do not stay
+    small."""
 
     def takes(n_tokens: int) -> float:
         return fixed_s + n_tokens * token_s

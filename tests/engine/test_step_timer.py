@@ -1,4 +1,4 @@
-"""The time of steps, for a backend that starts the next one while the host works."""
+"""Step times of a backend that starts the next step while the host works."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ HOST_S = 0.004
 
 
 class StartsEarly(EmulatedDevice):
-    """Begins each decode step at the end of the one before it, whenever it is asked for."""
+    """A device that starts each decode step at the end of the one before it, whenever the step is
+    submitted."""
 
     def step(self, chunks: list[Chunk]) -> EmulatedResult:  # type: ignore[override]
         late_s = 0.0
@@ -57,7 +58,7 @@ def test_a_period_ends_where_the_step_before_it_ended() -> None:
 
     assert step(1.0, 2.0) == (2.0, 2.0)
     assert step(1.0, 2.0) == (2.0, 3.0)
-    # Other work than a step's is not part of it.
+    # The time of other work is not part of a step.
     assert step(9.0, 2.0) == (2.0, 4.0)
     timer.interrupt()
     assert step(1.0, 2.0) == (2.0, 2.0)

@@ -1,4 +1,5 @@
-"""A worker that hangs is replaced with a clear error; one that works, however long, is not."""
+"""A worker that hangs is replaced with a clear error. A worker that computes is not, however long
+it takes."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Clock:
-    """Goes as told."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -44,7 +45,8 @@ class Clock:
 def verdicts(
     looks: list[tuple[Pulse, float]], every_s: float = 15.0, patience_s: float = 300.0
 ) -> str:
-    """The first verdict that is one, of looks with a pause between them, or the empty one."""
+    """Return the first non-empty verdict of a series of looks with pauses between them, or an empty
+    string."""
     clock = Clock()
     dog = Watchdog(patience_s, clock)
     for pulse, effort in looks:
@@ -57,7 +59,8 @@ def verdicts(
 def still(
     n: int, *, steps: int = 0, longest_s: float = 0.0, effort_s: float = 0.0
 ) -> list[tuple[Pulse, float]]:
-    """`n` looks at one call that never ends; each time `effort_s` more was done."""
+    """Return `n` looks at one call that never ends; between two looks `effort_s` more work was
+    done."""
     return [(Pulse(15.0 * (i + 1), steps, longest_s), 50.0 + effort_s * i) for i in range(n)]
 
 
@@ -67,7 +70,8 @@ def test_a_call_in_which_nothing_moves_is_condemned_after_our_patience() -> None
 
 
 def test_threads_that_wait_for_pythons_lock_do_no_work() -> None:
-    """They ask for it 200 times a second; a silent process that reads or computes shows more."""
+    """Such threads request the lock 200 times a second. A silent process that reads or computes
+    shows more activity."""
 
     def silent(effort_s: float) -> list[tuple[Pulse, float]]:
         return [
@@ -80,12 +84,13 @@ def test_threads_that_wait_for_pythons_lock_do_no_work() -> None:
 
 @pytest.mark.parametrize("effort_s", [0.05, 1.0, 15.0])
 def test_a_first_step_may_take_as_long_as_it_works(effort_s: float) -> None:
-    """Hours, also on a machine so crowded that it gets a three-hundredth of a core."""
+    """A first step may take hours, even on a machine so busy that it gets a three-hundredth of a
+    core."""
     assert verdicts(still(1000, effort_s=effort_s)) == ""
 
 
 def test_reading_a_model_from_a_slow_disk_is_work(tmp_path: Path) -> None:
-    """Pages are read, and no processor time is used that is worth mentioning."""
+    """Pages are read with almost no CPU time."""
     file = tmp_path / "pages"
     file.write_bytes(os.urandom(8_000_000))
     before = effort_of(os.getpid())
@@ -123,13 +128,13 @@ def test_many_short_calls_are_no_long_one() -> None:
 
 @dataclass(frozen=True)
 class OddOptions:
-    """Starts the worker of odd_worker.py."""
+    """Options that start the worker of odd_worker.py."""
 
     what: str
     hang_s: float = 1.5
 
     def check_memory(self, available: object = None) -> None:
-        """There is enough."""
+        """Accept: there is enough memory."""
 
     async def start(self, on_loading: Callable[[float], None] | None = None) -> WorkerClient:
         command = (sys.executable, "-m", "engine.odd_worker")
@@ -139,8 +144,8 @@ class OddOptions:
 
 
 def story(what: str, hang_s: float = 1.5) -> tuple[Event, int, int]:
-    """One request to an odd worker, then one more: (the first one's end, the two workers' process
-    ids)."""
+    """Send one request to an odd worker, then another one. Return the first one's end and the
+    process ids of both workers."""
 
     async def main() -> tuple[Event, int, int]:
         supervisor = Supervisor(OddOptions(what, hang_s))
@@ -182,15 +187,15 @@ def test_nobody_is_watched_who_does_not_want_it() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "waitid"), reason="waits for a death without its loop hearing")
 def test_one_that_was_killed_is_replaced_before_its_end_is_noticed() -> None:
-    """The first question breaks its pipe, and the second can't be sent: whoever asked that asks
-    again at once, and must not be sent to it again."""
+    """The first question breaks the pipe, and the second can't be sent. Its sender tries again at
+    once, and must get a new worker."""
 
     async def main() -> None:
         supervisor = Supervisor(OddOptions("fine"))
         try:
             engine = await supervisor.engine()
             os.kill(engine.pid, signal.SIGKILL)
-            with suppress(ChildProcessError):  # its end is known to another thread already
+            with suppress(ChildProcessError):  # another thread already knows of its end
                 os.waitid(os.P_PID, engine.pid, os.WEXITED | os.WNOWAIT)
             questions = [asyncio.create_task(engine.tokenize("abc")) for _ in range(2)]
             await asyncio.wait(questions, return_when=asyncio.FIRST_COMPLETED)

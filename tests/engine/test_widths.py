@@ -36,7 +36,8 @@ def asked(question: str, *, key: str, shares: bool) -> Request:
 
 
 def moved(one: list[TokenLogprob], other: list[TokenLogprob]) -> Iterator[float]:
-    """By how much each of the best tokens of both, up to the first other one that was chosen."""
+    """Yield the change of each log-probability that both runs list, up to the first token that
+    differs."""
     for mine, theirs in zip(one, other, strict=True):
         had = {token: logprob for _, token, logprob in mine.top}
         yield from (abs(lp - had[token]) for _, token, lp in theirs.top if token in had)

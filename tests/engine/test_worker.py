@@ -1,5 +1,5 @@
-"""The worker process with a model: exact text, clear errors, and a crash that costs one clear
-message."""
+"""The worker process with a model: exact text, clear errors, and one clear message after a
+crash."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def generate(
 
 
 def bare_loop(path: Path, prompt: str, n: int) -> list[int]:
-    """llama.cpp's own greedy loop, through the bindings and nothing of ours."""
+    """Return the greedy tokens of llama.cpp's own loop, called directly through the bindings."""
     import ctypes
 
     import llama_cpp
@@ -203,7 +203,7 @@ def test_a_listener_that_fails_or_leaves_cancels_its_request(few_layers: Path) -
 def test_ids_that_can_not_fit_are_refused_without_the_worker(
     few_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copying a million of them would stop the server's event loop."""
+    """Copying a million ids would block the server's event loop."""
 
     async def use(_: Supervisor, engine: WorkerClient) -> None:
         sent: list[object] = []
@@ -245,7 +245,8 @@ def test_tokens_and_text_round_trip(few_layers: Path) -> None:
 
 
 def test_a_worker_started_ahead_is_the_one_that_loads(few_layers: Path) -> None:
-    """Its interpreter and imports take as long as planning: they are begun before."""
+    """A worker's interpreter and imports take as long as planning, so they are started before
+    it."""
 
     def children() -> set[int]:
         return {child.pid for child in psutil.Process().children()}
@@ -265,7 +266,7 @@ def test_a_worker_started_ahead_is_the_one_that_loads(few_layers: Path) -> None:
 
 
 def test_the_rest_of_a_start_waits_until_the_worker_has_its_model(few_layers: Path) -> None:
-    """It does not wait for the load, and not for a worker that is ended."""
+    """It waits neither for the end of the load nor for a worker that was ended."""
 
     async def main() -> None:
         await start_ahead()
@@ -341,7 +342,8 @@ def test_bad_files_get_one_clear_message(kind: str, smollm2: Path, tmp_path: Pat
 
 
 def test_a_model_that_crashes_again_and_again_is_refused_for_a_while(few_layers: Path) -> None:
-    """Short pauses are waited out; a long one is the client's to wait, and it is told how long."""
+    """The supervisor waits out short pauses. For a long pause it refuses the client with the
+    remaining time."""
 
     async def use(supervisor: Supervisor, client: WorkerClient) -> None:
         for _ in range(3):
@@ -361,7 +363,7 @@ def test_a_model_that_crashes_again_and_again_is_refused_for_a_while(few_layers:
 
 
 def test_a_question_the_worker_cannot_read_is_answered_all_the_same(few_layers: Path) -> None:
-    """Nobody waits forever for an answer to nonsense, and the worker serves on."""
+    """The caller of an invalid question gets an error, and the worker continues to serve."""
 
     async def use(_supervisor: Supervisor, client: WorkerClient) -> None:
         with pytest.raises(BackendError, match=r"TypeError|AttributeError"):
@@ -372,7 +374,8 @@ def test_a_question_the_worker_cannot_read_is_answered_all_the_same(few_layers: 
 
 
 def test_a_worker_that_answered_is_loaded_again_at_once(few_layers: Path) -> None:
-    """Crash after crash: as long as each life answers something, nobody is refused."""
+    """A model may crash again and again without being refused, if each worker answers a request
+    before it crashes."""
 
     async def use(supervisor: Supervisor, client: WorkerClient) -> None:
         for i in range(6):
@@ -401,7 +404,8 @@ _REQUEST = {"id": "a", "prompt": "hello", "max_tokens": 5}
 def test_a_worker_that_nobody_hears_any_more_ends(
     module: str, message: dict[str, object], few_layers: Path, tmp_path: Path
 ) -> None:
-    """Its output is closed and its input is not: it holds a model for nobody."""
+    """Its output is closed and its input is open: the worker would hold a model without a
+    client."""
     if module == "worker":
         order: dict[str, object] = {"spec": asdict(LoadSpec(str(few_layers), n_ctx=256))}
     else:
@@ -460,6 +464,6 @@ def test_others_are_answered_before_a_long_text_is_tokenised(few_layers: Path) -
         assert end.counts is not None
         n_tokens, window = end.counts
         assert window == 2048
-        assert n_tokens == pytest.approx(40_000 * len(short), rel=0.01)  # no more of it is read
+        assert n_tokens == pytest.approx(40_000 * len(short), rel=0.01)  # the rest is not tokenized
 
     with_model(few_layers, use)

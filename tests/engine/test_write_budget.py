@@ -1,5 +1,5 @@
-"""A day's writing is bounded, across restarts and programs; what is not written stays in memory and
-loses nobody an answer."""
+"""The bytes written per day are limited, across restarts and processes. Blocks that are not written
+stay in memory, and no answer is lost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def store(tier: DiskTier, cache: PrefixCache, line: list[int]) -> None:
 
 
 def heard(tier: DiskTier, cache: PrefixCache) -> int:
-    """Files there are, once all that is queued is done and the engine knows."""
+    """Return the number of files after all queued writes are done and the engine has registered
+    them."""
     tier.flush()
     tier.sync([cache])
     cache.check_integrity()
@@ -166,7 +167,8 @@ def engine_on(
 
 
 def ask(engine: Engine, key: str, prompt: list[int]) -> int:
-    """Cached tokens of one answer, all that it leaves written."""
+    """Return the number of cached tokens of one answer, after everything that it leaves is
+    written."""
     outcome = run(engine, request_for(key, prompt, max_tokens=8, sampling=GREEDY, ignore_eos=True))
     settle(engine)
     assert engine.pool.kv.disk is not None
@@ -194,7 +196,7 @@ def test_an_engine_reuses_from_memory_what_it_may_not_write(
 
 
 def test_on_the_next_day_what_could_not_be_written_is(tmp_path: Path) -> None:
-    """When it leaves memory, or the engine ends."""
+    """The blocks are written when they leave memory or the engine closes."""
     first, tier = engine_on(tmp_path, daily_bytes=10**6)
     tier.budget.count(tier.directory, 10**6)
     ask(first, "a", PROMPT)

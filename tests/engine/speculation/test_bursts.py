@@ -1,6 +1,6 @@
-"""A draft must earn its burst: but for one step in 24, which is how a copy is found out, a step
-with drafts takes no longer than two plain ones, unless this stream is a good deal faster for its
-drafts. By a clock that only the work moves."""
+"""Limits on the duration of steps with drafts. Except for one step in 24, which detects copies, a
+step with drafts takes at most as long as two steps without, unless drafting makes this stream much
+faster. The tests use a clock that only the emulated work advances."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ N = 400
 
 
 class Timed(ScriptedBackend):
-    """A step takes `plain_s`, `row` of that more for each further row, and for the second one
-    `second` besides."""
+    """A step takes `plain_s`, plus `row` × `plain_s` for each further row, plus `second` ×
+    `plain_s` if there is more than one row."""
 
     def __init__(self, row: float, second: float = 0.0, plain_s: float = PLAIN_S) -> None:
         super().__init__(n_ctx=4096, n_batch=64)
@@ -46,8 +46,8 @@ def stream(
     second: float = 0.0,
     plain_s: float = PLAIN_S,
 ) -> tuple[list[float], float]:
-    """Of a stream alone: what its steps took, in plain ones, and how much faster it was for its
-    drafts."""
+    """Run a single stream. Return the durations of its steps in units of a step without drafts, and
+    its speedup from drafting."""
     backend = Timed(row, second, plain_s)
     engine = Engine(backend, EngineSettings(draft=draft), clock=lambda: backend.now, others=ALONE)
     settle(engine)
@@ -67,7 +67,8 @@ def answer() -> str:
 
 
 def half_right(text: str, right: int, wrong: int, every: int) -> str:
-    """Now and then `right` characters of `text`, with `wrong` others behind them."""
+    """Return pieces of `right` characters of `text`, one per `every` characters, each followed by
+    `wrong` wrong characters."""
     return "".join(text[i : i + right] + "~" * wrong for i in range(0, len(text), every))
 
 
@@ -84,30 +85,30 @@ def half_right(text: str, right: int, wrong: int, every: int) -> str:
 @example(0.4, 20, 27, 40, 0.35)
 @example(0.3, 38, 33, 47, 0.6)
 @example(0.46, 38, 16, 71, 0.3)
-@example(0.25, 20, 35, 19, 0.6)  # bursts that each gain a little, and a stream that gains nothing
+@example(0.25, 20, 35, 19, 0.6)  # bursts that each gain a little, while the stream gains 0 %
 @example(0.538, 31, 23, 49, 0.3)
 @settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 def test_an_ordinary_stream_has_no_long_pauses(
     answer: str, row: float, right: int, wrong: int, every: int, second: float
 ) -> None:
-    """Whatever a further row costs, and however often the text is foreseen. What is earned is seen
-    over some 30 steps: over a whole stream of better and worse stretches it may be less than the 15
-    % that were asked of each."""
+    """This holds for any cost of a further row and any share of predictable text. The gain is
+    estimated over about 30 steps. Over a whole stream of better and worse stretches it may be less
+    than the 15 % that each burst needs."""
     steps, gain = stream(row, half_right(answer, right, wrong, every), second=second)
     assert float(np.percentile(steps, 95)) <= 2.0 + 1e-6 or gain >= 1.08
-    # And no slower: what is tried before it is earned costs the stream some steps at most.
+    # The stream is also not slower: trials before drafting pays cost it a few steps at most.
     assert gain >= 0.96
 
 
 @given(st.floats(0.02, 0.6), st.floats(0.0, 0.9))
 @example(0.05, 0.0)
-@example(0.3, 0.4)  # a second row that is dear, as on a CPU that computes rather than reads
+@example(0.3, 0.4)  # an expensive second row, as on a CPU that is compute-bound
 @example(0.19, 0.69)
 @example(0.4, 0.8)
 @settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 def test_a_copy_still_comes_in_bursts(answer: str, row: float, second: float) -> None:
-    """All of it, its beginning too, is well over half as quick as if each step had been the longest
-    burst that pays."""
+    """The whole copy, beginning included, reaches at least 58 % of the speed of the longest burst
+    that pays."""
     best = max(n / (1.0 + row * (n - 1) + second) for n in range(2, 65))
     gain = stream(row, answer, second=second)[1]
     assert gain >= 0.58 * best
@@ -118,8 +119,9 @@ def test_a_copy_still_comes_in_bursts(answer: str, row: float, second: float) ->
 def test_a_slow_model_makes_no_pause_of_many_seconds(
     answer: str, row: float, plain_s: float
 ) -> None:
-    """A new request and a cancel wait for the end of a step, so it takes at most 1.5 s or 8 steps
-    without drafts. A copy is still as fast as steps of that length allow, but for its beginning."""
+    """A new request and a cancel wait for the end of the current step, so a step takes at most 1.5
+    s or 8 steps without drafts. Except for its beginning, a copy is still as fast as steps of that
+    length allow."""
     longest = max(1.5 / plain_s, 8.0)
     steps, gain = stream(row, answer, plain_s=plain_s)
     assert max(steps) <= longest + 1e-6
@@ -132,8 +134,8 @@ def test_a_slow_model_makes_no_pause_of_many_seconds(
 def test_who_comes_again_at_once_does_not_wait_for_a_long_burst(
     answer: str, row: float, prompt: int, before: int
 ) -> None:
-    """An agent sends its next request within milliseconds of an answer: a copy beside it takes up
-    its bursts again step by step, and soon."""
+    """An agent sends its next request within milliseconds of an answer. After such a request, a
+    concurrent copy lengthens its bursts again step by step, and soon."""
     backend = Timed(row)
     engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now, others=ALONE)
     settle(engine)
@@ -159,8 +161,8 @@ def test_who_comes_again_at_once_does_not_wait_for_a_long_burst(
 
 @pytest.mark.parametrize("really", [0.05, 0.45])
 def test_a_wrong_probe_costs_one_stream_and_is_made_again(answer: str, really: float) -> None:
-    """Probed while the machine did something else: what drafting steps show is believed at once,
-    and probed when it is quiet."""
+    """The probe ran while the machine was busy. The engine believes the costs of later drafting
+    steps at once, and probes again when the machine is idle."""
     backend = Timed(0.25)
     engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now, others=ALONE)
     settle(engine)
@@ -178,8 +180,8 @@ def test_a_wrong_probe_costs_one_stream_and_is_made_again(answer: str, really: f
 @pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.parametrize("row", [0.05, 0.3])
 def test_streams_that_all_copy_still_read_even_words(answer: str, row: float, n: int) -> None:
-    """No step takes longer than two and a half of a stream alone, or one and a half of theirs; and
-    they are faster for it."""
+    """No step takes longer than 2.5 steps of a single stream, or 1.5 steps of these streams without
+    drafts, and drafting makes the streams faster."""
     backend = Timed(row)
     engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now, others=ALONE)
     settle(engine)

@@ -1,5 +1,5 @@
-"""How much is drafted: only what pays, for nobody at another's cost, and what a step costs is
-learnt."""
+"""The length of drafts: the engine drafts only if it pays, slows no other stream, and learns what a
+step costs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def powers(a: float, n: int = 16) -> list[float]:
 
 
 def memory_bound(rows: int) -> float:
-    """A GPU: eight rows cost what one costs."""
+    """A GPU: eight rows cost as much as one."""
     return max(1.0, rows / 8)
 
 
@@ -71,7 +71,7 @@ def test_alone_the_best_length_wins(rate: float, row_cost: float) -> None:
         return 1.0 + row_cost * (rows - 1)
 
     def speed(length: int) -> float:
-        # (1 − a^(g+1))/(1 − a), summed so that a = 1 is no exception.
+        # (1 − a^(g+1))/(1 − a), written as a sum so that a = 1 needs no special case.
         return (1 + sum(powers(rate, length))) / cost(1 + length)
 
     (length,) = choose_lengths([DraftCandidate(powers(rate))], cost)
@@ -116,8 +116,8 @@ def test_step_cost_learns_that_verifying_is_dearer_than_probed() -> None:
 def test_a_probe_beside_somebody_elses_work_is_soon_put_right(
     row: float, busy: float, rows: int
 ) -> None:
-    """A plain step suffers most from others (each of its many small parts waits): drafts looked
-    cheap."""
+    """A step without drafts suffers most from other processes, because each of its many small parts
+    waits. Drafts therefore look too cheap in the probe."""
     cost = StepCost()
     cost.set({n: 0.01 * (1 + row * (n - 1)) for n in KNOTS} | {1: 0.01 * busy})
     wrong = cost.seconds(rows) / cost.seconds(1)
@@ -164,7 +164,7 @@ def test_hit_rates_react_within_a_few_tokens() -> None:
     for _ in range(12):
         rates.observe(5, hit=True)
     assert rates.rate(5) > 0.6
-    # A new request begins with what the others saw.
+    # A new request starts with the rates that other requests observed.
     assert HitRates(shared).rate(5) != before
 
 
@@ -178,7 +178,7 @@ def test_survival_falls_and_ends_where_it_is_not_worth_a_row() -> None:
 def test_acceptance_counts_only_what_was_tried() -> None:
     acceptance = Acceptance(Acceptance())
     for _ in range(30):
-        # Two right, the third wrong: two hits, one miss, whatever stood behind it.
+        # Two right, the third wrong: two hits and one miss. The tokens after the miss do not count.
         acceptance.observe(2, 8)
     assert acceptance.rate == pytest.approx(2 / 3, abs=0.07)
     assert acceptance.survival(3) == pytest.approx([acceptance.rate**k for k in (1, 2, 3)])
@@ -200,7 +200,8 @@ def test_a_step_that_others_wait_for_takes_no_longer_than_they_may_wait(
 
 
 def test_slow_steps_with_drafts_do_not_make_plain_steps_look_slow() -> None:
-    """Otherwise a step with drafts is compared with a plain one that never took so long."""
+    """Otherwise a step with drafts would be compared with a step without drafts that never took so
+    long."""
     cost = StepCost()
     cost.set({1: 0.010, 4: 0.012, 8: 0.013})
     before = cost.seconds(4) / cost.seconds(1)
@@ -221,8 +222,8 @@ def test_a_draft_that_delays_the_next_step_must_pay_for_it() -> None:
 
 
 def test_a_padded_step_pays_for_the_longest_draft_in_every_stream() -> None:
-    """Four streams, of which one can draft: 7 rows pay for it and 16 don't. If all can draft, the
-    padding is used."""
+    """Four streams, one of which can draft: 7 rows pay off and 16 rows do not. If all four can
+    draft, the padding is used."""
 
     def cost(rows: int) -> float:
         return 1.0 + 0.003 * (rows - 4)

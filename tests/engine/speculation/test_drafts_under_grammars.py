@@ -1,5 +1,6 @@
-"""Drafts under a grammar: what breaks it is cut before it is verified, what keeps it is verified
-under the mask of its own place, and the answer is the same token for token."""
+"""Drafts under a grammar. A draft is cut before verification where it violates the grammar, and
+each remaining token is verified under the mask of its own position. The answer is the same token
+for token."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ GRAMMARS = [("json_schema", json.dumps(SCHEMA)), ("regex", r"([a-z]{3,8} [0-9]{2
 
 
 class Watching(ScriptedBackend):
-    """Keeps what was verified: the text of every chunk with more than one output."""
+    """Record the tokens of every verified chunk: those with more than one output."""
 
     def __init__(self) -> None:
         super().__init__(n_ctx=1024, n_batch=64)
@@ -52,7 +53,7 @@ def answer(
 ) -> tuple[Outcome, Watching]:
     backend, ticks = Watching(), itertools.count(1.0)
     settings = EngineSettings(draft=draft, make_matcher=GrammarCompiler(backend))
-    # A clock that ticks once per look: a step with drafts takes as long as one without.
+    # A clock that ticks once per reading, so that a step with drafts takes as long as one without.
     engine = Engine(backend, settings, clock=lambda: next(ticks) / 1000, others=ALONE)
     settle(engine)
     backend.verified.clear()
@@ -74,8 +75,8 @@ def test_ids_are_the_same_and_nothing_that_breaks_the_grammar_is_verified(
         sampling = Sampling(temperature=temperature, seed=seed)
         plain, _ = answer(sampling, grammar, "off", "")
         text = plain.text["a"]
-        # Right in parts; what is wrong breaks the grammar in some places, and only this model's
-        # choice in others.
+        # The guess is partly right. In some places the wrong characters violate the grammar; in
+        # others they only differ from this model's choice.
         guess = "".join(
             rng.choice(["}", "!", "x", "7"]) if rng.random() < 0.08 else c for c in text
         )
@@ -83,7 +84,7 @@ def test_ids_are_the_same_and_nothing_that_breaks_the_grammar_is_verified(
         assert drafted.tokens["a"] == plain.tokens["a"]
         assert drafted.finish("a").reason == plain.finish("a").reason == "stop"
         accepted += drafted.finish("a").usage.accepted_draft_tokens
-        # Every draft is a way on from what the answer had become by then.
+        # Every draft is a valid continuation of the answer up to that point.
         compiled = GrammarCompiler(backend)
         ids = [t for t in plain.tokens["a"] if t != END]
         for chunk in backend.verified:

@@ -1,5 +1,5 @@
-"""Drafting with the model's own heads, through the engine: the answers are those without, whatever
-was accepted."""
+"""Drafting with the model's own heads through the engine: answers equal those without drafting for
+any acceptance rate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from support.scripted_backend import ScriptedBackend
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads that are right about every third time."""
+    """A model whose heads are right about one time in three."""
     return tiny_mtp.write_mtp(tmp_path_factory.mktemp("mtp") / "mtp.gguf", likeness=0.35)
 
 
@@ -49,7 +49,7 @@ def drafting(
     n_rewind: int = 0,
     companion: Path | None = None,
 ) -> Engine:
-    """An engine with draft heads, which drafts whenever they have any chance if `free`."""
+    """Return an engine with draft heads. If `free`, it drafts whenever a draft has any chance."""
     backend = llamacpp.load(
         LoadSpec(
             str(path), n_ctx=1024, n_seq_max=4, n_batch=64, n_threads=1, n_rewind=n_rewind,
@@ -71,7 +71,7 @@ def drafting(
         (drafter,) = engine.speculator.drafters.values()
         assert isinstance(drafter, MtpDrafter)
         assert drafter.token_s > 0, "measured while idle"
-        # Time stands still: a drafted token costs next to nothing.
+        # The clock stands still, so a drafted token costs almost nothing.
         drafter.clock = lambda: 0.0
         drafter.token_s = 1e-9
     return engine
@@ -82,8 +82,8 @@ def plain(path: Path) -> Backend:
 
 
 def same(alone: Backend, prompt: list[int], got: list[int]) -> bool:
-    """True if the answer is the isolated run's; False if it parts from it at a near-tie; else it
-    fails."""
+    """Return True if the answer equals the isolated run's and False if it diverges at a near tie;
+    fail otherwise."""
     tokens, gaps = isolated(alone, prompt, len(got))
     if got == tokens:
         return True
@@ -133,8 +133,7 @@ def test_cancelled_forked_cached_and_stored_conversations_change_nothing(
     alone, rng = plain(path), random.Random(7)
     histories = [words(rng, 70) for _ in range(2)]
     parted = answers = drafted = 0
-    # The second engine finds the first one's prefixes on disk, with what the heads had read of
-    # them.
+    # The second engine finds the first one's prefixes on disk, together with the heads' KV.
     for _ in range(2):
         engine = drafting(path, cache_bytes=400_000, disk=tmp_path)
         for mix in range(6):
@@ -182,7 +181,7 @@ def test_a_grammar_and_a_temperature_keep_their_answers(path: Path) -> None:
             request = request_for(
                 key, prompt, 30, more, ignore_eos=True, grammar=rule, cache_prompt=False
             )
-            # The heads' guesses are drawn from nothing, so the same uniforms choose the same
+            # The heads' guesses consume no random numbers, so the same uniforms choose the same
             # tokens.
             assert run(engine, request).tokens == run(without, request).tokens
     assert engine.snapshot()["drafted_mtp_tokens"] > 0
@@ -197,13 +196,13 @@ def test_heads_that_are_always_wrong_are_soon_left_alone(tmp_path: Path) -> None
     engine.speculator.cost.observe = lambda *_: None  # type: ignore[method-assign]
     run(engine, request_for("a", words(random.Random(9), 30), 400, GREEDY, ignore_eos=True))
     drafted = engine.snapshot()["drafted_mtp_tokens"]
-    # Tried at the beginning and then after 48, 96, 192 … tokens, two tokens at a time.
+    # It is tried at the beginning and then after 48, 96, 192 … tokens, two tokens at a time.
     assert 0 < int(drafted) <= 40
     engine.close()
 
 
 class Unsure(ScriptedBackend):
-    """Heads that never dare a guess."""
+    """Heads that never propose a token."""
 
     def __init__(self) -> None:
         super().__init__(n_ctx=1024)
@@ -253,8 +252,7 @@ def test_the_setting_loads_the_heads_and_plans_their_memory(path: Path) -> None:
     async def ask() -> Finish:
         client = await load.options.start()
         try:
-            # While it is idle a worker measures what drafting costs; a first answer waits for
-            # nothing.
+            # An idle worker measures what drafting costs; the first answer does not wait for that.
             async for event in events_of(
                 client, request_for("a", words(random.Random(2), 40), 30, GREEDY, ignore_eos=True)
             ):
@@ -278,7 +276,7 @@ def test_recurrent_models_are_loaded_able_to_take_drafts_back(tmp_path: Path) ->
     assert usual.options.spec.n_rewind == 0
     assert load.plan is not None
     assert usual.plan is not None
-    # Without heads the backend keeps one sequence more for itself.
+    # Without heads the backend reserves one extra sequence for itself.
     one = usual.plan.memory.recurrent_bytes // usual.plan.settings.n_sequences
     assert load.plan.memory.recurrent_bytes == one * load.plan.settings.n_sequences * (1 + rewind)
 
@@ -295,7 +293,7 @@ def test_what_is_planned_for_the_heads_is_what_they_take(path: Path) -> None:
         reports.append(backend.memory())
         backend.close()
     off, on = reports
-    # llama.cpp counts the heads' weights in both; its spare sequence is one more than the slots.
+    # llama.cpp counts the heads' weights in both. Its spare sequence is one more than the slots.
     real = variant.mtp_bytes + on.total_bytes - off.total_bytes
     assert real * 0.9 <= planned <= real * 1.25 + 2**20
     kv = kv_sizes.kv_bytes(model, RunSettings(4096)) // 2
@@ -318,7 +316,7 @@ def test_a_model_without_heads_is_refused_before_anything_is_loaded(
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "assistant"])
 @pytest.mark.parametrize("together", [1, 3])
 def test_answers_are_those_without_a_companion(kind: str, together: int, tmp_path: Path) -> None:
-    """An EAGLE-3 head that knows what the model leans on, a DSpark block whose Markov head does,
+    """An EAGLE-3 head whose predictions follow the model's, a DSpark block whose Markov head does,
     and a Gemma 4 assistant."""
     path = tiny_drafters.write_target(tmp_path / "m.gguf", likeness=0.3)
     drafter = tmp_path / "d.gguf"
@@ -336,7 +334,7 @@ def test_answers_are_those_without_a_companion(kind: str, together: int, tmp_pat
     got: dict[str, list[int]] = {}
     for start in range(0, len(requests), together):
         got |= run(engine, *requests[start : start + together]).tokens
-    # Again, from prefixes that are forked and cut: their drafter is of use at once.
+    # The same again with prefixes that are forked and truncated: their drafter is useful at once.
     before = engine.snapshot()
     longer = {k: [*p, *got[k][:20], *words(rng, 3)] for k, p in prompts.items()}
     for k, p in longer.items():
@@ -370,8 +368,8 @@ def test_answers_are_those_without_a_companion(kind: str, together: int, tmp_pat
 def test_a_companion_is_of_use_at_once_after_a_restart(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it had read comes from the disk with the model's own: it reads what is new, and no more
-    than a block besides."""
+    """The drafter's KV is read from disk together with the model's. The drafter prefills only new
+    tokens and at most one block more."""
     path = tiny_drafters.write_target(tmp_path / "m.gguf", likeness=0.3)
     drafter = tmp_path / "d.gguf"
     if kind == "eagle3":

@@ -1,5 +1,5 @@
-"""Prompt lookup: the longest match is found, a copy is followed through changes, and its luck is
-learnt for free."""
+"""Prompt lookup: it finds the longest match, follows a copy through changes, and learns its hit
+rate without drafting."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def test_a_proposal_is_always_text_that_was_seen(
 
 
 def test_acceptance_is_learnt_without_drafting() -> None:
-    """Plain decoding tells whether guesses would have been right: no draft is wasted on finding
-    out."""
+    """Decoding without drafts shows whether guesses would have been right, so learning costs no
+    draft."""
     rates = HitRates()
     text = list(range(100, 160))
     drafter = PromptLookup([*text, 7, *text[:10]], rates, RecentOutputs())
@@ -125,8 +125,8 @@ def test_acceptance_is_learnt_without_drafting() -> None:
 
 
 def test_a_repetition_is_followed_through_steps_without_a_proposal() -> None:
-    """The guesses for all tokens since the last proposal are learnt from, not only for those whose
-    source is older than it."""
+    """The drafter learns from the guesses for all tokens since the last proposal, including those
+    whose source is newer than that proposal."""
     often, seldom = HitRates(), HitRates()
     for rates, n_between in ((often, 1), (seldom, 8)):
         drafter = PromptLookup([1, 2, 7, 7, 7], rates, RecentOutputs())

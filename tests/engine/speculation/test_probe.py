@@ -1,5 +1,5 @@
-"""What drafts cost is measured while nobody waits, and again when the machine is quiet if it was
-not."""
+"""The cost of drafts is measured while no request waits, and again once the machine is idle if it
+was busy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PLAIN_S = 0.01
 
 
 class Machine(ScriptedBackend):
-    """A step takes `PLAIN_S` and 0.4 of that for each further row. Beside others' work (`beside`:
-    their share of two processors) a plain one takes three times as long and the rest as long as
-    ever, which is how a probe goes wrong."""
+    """A step takes `PLAIN_S` plus 0.4 × `PLAIN_S` for each further row. While other processes are
+    busy (`beside`: their share of two processors), a step with one row takes three times as long
+    and the further rows as long as before. This makes a probe wrong."""
 
     def __init__(self) -> None:
         super().__init__(n_ctx=1024, n_batch=64)
@@ -89,7 +89,7 @@ def test_what_strays_from_the_probe_is_measured_ever_more_rarely() -> None:
     tick_all(probe)
     began = []
     for _ in range(500):
-        cost.observe(8, PLAIN_S * 8.0)  # deep in a conversation it is so
+        cost.observe(8, PLAIN_S * 8.0)  # deep in a conversation the cost is this high
         steps = machine.made
         machine.wait(2.0)
         tick_all(probe, idle_s=20.0)

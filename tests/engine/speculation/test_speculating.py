@@ -1,5 +1,5 @@
-"""Speculation in the engine's loop, on the scripted backend: drafting changes how fast an answer
-comes, never which."""
+"""Speculation in the engine's loop with the scripted backend: drafting changes the speed of an
+answer, never its text."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from support.scripted_backend import ScriptedBackend, ScriptedResult
 def engine_of(
     backend: ScriptedBackend, draft: ScriptedBackend | None = None, mode: str = "auto"
 ) -> Engine:
-    """An engine for which verification is free: by its clock every step takes the same time, and
-    one of a draft model a small part of that, so that everything that can be drafted is."""
+    """Return an engine for which verification is free. By its clock every step takes the same time
+    and a step of a draft model a small part of that, so the engine drafts everything that it
+    can."""
     ticks = itertools.count(1.0)
 
     def clock() -> float:
@@ -59,7 +60,7 @@ def test_a_right_prediction_saves_steps_and_changes_nothing() -> None:
 def test_of_a_prediction_no_more_is_read_than_an_answer_can_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Megabytes of it stopped the engine for a minute."""
+    """Regression: a prediction of several megabytes stopped the engine for a minute."""
     backend = ScriptedBackend(n_ctx=64)
     most = 0
     tokenize = backend.tokenize
@@ -113,8 +114,8 @@ def test_mixes_with_wrong_predictions_equal_plain_runs(memory: tuple[str, int, b
 
 
 def test_sampled_answers_keep_their_seed_with_lookups() -> None:
-    """A lookup is a point mass, and coupling with one is drawing from p and comparing: the same
-    draws, the same text."""
+    """A lookup is a point mass. Coupling with a point mass means drawing from p and comparing, so
+    the same draws give the same text."""
     sampling = Sampling(temperature=0.9, seed=11)
     request = request_for("x", "hello", 60, sampling, ignore_eos=True)
     expected = run(Engine(ScriptedBackend(n_ctx=1024)), request).text["x"]
@@ -171,7 +172,7 @@ def test_drafts_never_park_or_end_a_request_for_want_of_cells() -> None:
 
 
 class EveryOther:
-    """A constraint: letters only, and an X as every third token."""
+    """A constraint: only letters, and every third token must be an X."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -249,7 +250,8 @@ def test_a_draft_model_draws_for_sampled_requests_and_several_at_once() -> None:
     ]
     outcome = run(engine, *requests)
     assert all(outcome.finish(r.id).usage.completion_tokens == 40 for r in requests)
-    # The same model draws from the same distribution: coupling accepts every token.
+    # The draft model is the same model and draws from the same distribution, so coupling accepts
+    # every token.
     snapshot = engine.snapshot()
     assert snapshot["accepted_model_tokens"] == snapshot["drafted_model_tokens"] > 20  # type: ignore[operator]
 
@@ -286,8 +288,7 @@ def test_vocabularies_are_compared_by_what_tokens_mean() -> None:
 
 
 class Failing(ScriptedBackend):
-    """Whose steps fail while nobody asks for anything: on a driver that has gone, or for want of
-    memory."""
+    """A backend whose steps fail while no request runs: the device is gone or out of memory."""
 
     broken = True
 

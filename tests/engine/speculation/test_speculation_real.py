@@ -1,8 +1,7 @@
-"""Drafting on real models: token-identical greedy answers with every drafter, alone and in batches,
-in every memory.
+"""Drafting with real models: greedy answers are token-identical with every drafter, alone and in
+batches, for every kind of memory.
 
-Near-ties between batch shapes are allowed as in crowds.py, and counted.
-"""
+Near ties between batch shapes are allowed as in crowds.py, and counted."""
 
 from __future__ import annotations
 
@@ -39,7 +38,8 @@ PROMPTS = [
 
 
 def speculating(path: Path, draft: Path | None = None, **spec: int) -> Engine:
-    """An engine that drafts whenever a guess has any chance: verification is said to be free."""
+    """Return an engine that drafts whenever a guess has any chance, because its cost table makes
+    verification free."""
     shape = {"n_ctx": 2048, "n_seq_max": 4, **spec}
     small = llamacpp.load(LoadSpec(str(draft), n_ctx=2048, n_seq_max=4)) if draft else None
     backend = llamacpp.load(LoadSpec(str(path), **shape))  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def speculating(path: Path, draft: Path | None = None, **spec: int) -> Engine:
 def assert_same(
     backend: Backend, prompts: dict[str, list[int]], got: dict[str, list[int]], n: int
 ) -> int:
-    """Every answer equals the isolated run's; returns how many parted at a near-tie."""
+    """Check that every answer equals the isolated run's; return how many diverged at a near tie."""
     ties = 0
     for key, prompt in prompts.items():
         tokens, gaps = isolated(backend, prompt, n)
@@ -157,7 +157,7 @@ def test_forced_text_of_a_schema_is_drafted_and_the_answer_is_the_same(few_layer
         outcome = run(engine, request)
         return outcome.text[key], outcome.finish(key)
 
-    # In this order: the plain answer would be remembered, and looked up.
+    # In this order, because a plain answer generated first would be remembered and used by lookups.
     drafted, finish = answer("drafted", "auto")
     plain, _ = answer("plain", "off")
     assert drafted == plain
@@ -190,7 +190,7 @@ async def _through_a_worker(options: WorkerOptions) -> tuple[str, Finish]:
 
 
 def test_a_draft_model_works_through_the_worker(few_layers: Path) -> None:
-    """The model drafts for itself: everything it proposes is right."""
+    """The model is its own draft model, so every proposed token is right."""
     options = WorkerOptions(
         LoadSpec(str(few_layers), n_ctx=512, n_seq_max=2),
         engine={"draft": "auto"},

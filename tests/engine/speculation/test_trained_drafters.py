@@ -1,6 +1,6 @@
-"""Trained heads pay or stop: whatever is accepted of their guesses, on whatever machine, a stream
-is hardly slower than without, its first tokens too, and where they are right it is faster. By a
-clock that only the work moves."""
+"""Trained draft heads pay off or stop. For any acceptance rate on any machine, a stream is hardly
+slower than without them, its first tokens included. If the heads are right, the stream is faster.
+The tests use a clock that only the emulated work advances."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from localllm_catalog import catalog
 from support.requests import request_for
 from support.scripted_backend import END, ScriptedBackend, ScriptedResult, row_after
 
-# Plain steps that a step over so many rows takes. "two cores": SmolLM2 here, measured. Published:
-# tokens/s of so many sequences together, by llama-batched-bench at a depth of 512
-# (github.com/ggml-org/llama.cpp, benches/dgx-spark/dgx-spark.md and
-# benches/mac-m2-ultra/mac-m2-ultra.md). For the other three no table was found: what the planner's
-# own law says of a mixture, whose further rows read further experts.
+# Duration of a step over that many rows, in steps of one row. "two cores": SmolLM2, measured on two
+# CPU cores. Published: tokens/s of that many sequences together, by llama-batched-bench at a depth
+# of 512 (github.com/ggml-org/llama.cpp, benches/dgx-spark/dgx-spark.md and
+# benches/mac-m2-ultra/mac-m2-ultra.md). For the other three machines no table was found; they use
+# the planner's own formula for a mixture of experts, in which further rows read further experts.
 _BY_LAW = ("M4 Max 128GB", "RTX 5090", "Strix Halo 128GB")
 _PUBLISHED_TOK_S = {
     "DGX Spark, gpt-oss-120b": (57.14, 73.27, 98.51, 159.18, 241.85, 353.31),
@@ -41,7 +41,7 @@ _ROWS = (1, 2, 4, 8, 16, 32)
 
 
 def steps_by_law(machine: str) -> list[float]:
-    """For the rows of `_ROWS`."""
+    """Return the planner's step durations for the rows in `_ROWS`."""
     device, model = (
         resolve(machine),
         next(m for m in catalog.load().models if m.id == "qwen3-30b-a3b"),
@@ -63,13 +63,13 @@ STEPS = {
     **{name: steps_by_law(name) for name in _BY_LAW},
 }
 MACHINES = list(STEPS)
-# A guess: a layer and an output matrix of a model of 8 to 32 billion weights; of SmolLM2, whose
-# output is a fifth of it, more.
+# An assumption: a guess costs a layer and an output matrix of a model with 8 to 32 billion weights.
+# It costs more for SmolLM2, whose output matrix is a fifth of the model.
 GUESS = {name: 0.15 if name == "two cores" else 0.06 for name in MACHINES}
 
 
 def steps_of(machine: str, rows: int) -> float:
-    """Plain steps of one over so many rows."""
+    """Return the duration of a step over that many rows, in steps of one row."""
     known = STEPS[machine]
     beyond = (known[-1] - known[-2]) / (_ROWS[-1] - _ROWS[-2]) * max(0, rows - _ROWS[-1])
     return float(np.interp(rows, _ROWS, known)) + beyond
@@ -79,8 +79,8 @@ PLAIN_S = 0.01
 
 
 class Guessing(ScriptedBackend):
-    """Heads that are right `rate` of the time, each token by itself; wrong ones are sure of it all
-    the same, or stop."""
+    """Heads that are right with probability `rate`, independently for each token. A wrong guess is
+    proposed with full confidence, or ends the draft if `stops`."""
 
     def __init__(
         self, machine: str, rate: float, kind: str = "mtp", *, stops: bool = False
@@ -127,8 +127,8 @@ def speed(
     streams: int = 1,
     requests: int = 1,
 ) -> float:
-    """How much faster than without drafts the last of so many requests is, `streams` at once, of
-    `n` tokens."""
+    """Return the speedup from drafting of the last of that many requests, with `streams` streams at
+    once and `n` tokens each."""
     backend = Guessing(machine, rate, kind, stops=stops)
     engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now, others=ALONE)
     settle(engine)
@@ -156,14 +156,14 @@ def test_a_stream_keeps_its_speed_whatever_is_accepted(machine: str, kind: str) 
     for rate in (0.0, 0.1, 0.25, 0.6, 1.0):
         gains[rate] = gain = speed(machine, rate, kind, 250, stops=kind == "mtp" and rate != 0.25)
         assert gain >= 0.98, rate
-    # Where eight rows take four steps or more there is little to gain.
+    # If eight rows cost more than four steps there is little to gain.
     assert gains[1.0] > (1.02 if steps_of(machine, 8) > 4.0 else 1.8), gains
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 def test_a_trial_is_bounded(machine: str, kind: str) -> None:
-    """The first 24 tokens, of which nothing is right."""
+    """In the first 24 tokens no draft is right."""
     assert speed(machine, 0.0, kind, 25) >= 1 / 1.15
 
 
@@ -174,7 +174,7 @@ def test_streams_together_keep_theirs(machine: str) -> None:
 
 
 def test_of_a_drafter_that_is_always_wrong_one_stream_pays_for_all() -> None:
-    """Its trials grow rarer, whichever stream makes them."""
+    """Trials become rarer, no matter which stream makes them."""
     backend = Guessing("DGX Spark, gemma-3-4b", 0.0, "eagle3")
     asked: list[list[int]] = []
     draft = backend.draft
@@ -201,12 +201,12 @@ def test_of_a_drafter_that_is_always_wrong_one_stream_pays_for_all() -> None:
     [
         ("DGX Spark, gemma-3-4b", 0.0, [True]),
         ("DGX Spark, gemma-3-4b", 0.5, []),
-        # Four streams gain nothing there, even from drafts that are always right.
+        # Four streams gain nothing on this machine, even from drafts that are always right.
         ("two cores", 0.5, [True]),
     ],
 )
 def test_a_drafter_that_is_no_use_rests(machine: str, rate: float, rests: list[bool]) -> None:
-    """It then need not read the tokens of sequences."""
+    """A resting drafter does not have to process the tokens of sequences."""
     backend = Guessing(machine, rate, "eagle3")
     told: list[bool] = []
     backend.rest_heads = told.append  # type: ignore[method-assign]
