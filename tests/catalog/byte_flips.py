@@ -1,8 +1,8 @@
-"""Run as a program: reads damaged copies of a real header under a memory limit and prints what
-happened as JSON.
+"""A program that reads damaged copies of a real header under a memory limit and prints the results
+as JSON.
 
-A process of its own, because the limit (256 MB above what Python itself needs) is the operating
-system's.
+It is a process of its own because the operating system enforces the limit: 256 MB above the memory
+that Python itself needs.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def main(real: Path, work: Path, count: int, seed: int) -> None:
         file.write(original)
         for index in range(count):
             length = size
-            # The vocabulary is 99 % of the bytes and 1 % of the danger: most damage goes where the
-            # structure is.
+            # The vocabulary is 99 % of the bytes but rarely causes errors, so most of the damage
+            # goes to the structure.
             zone = rng.choice(
                 [(0, 2_000), (0, 64), (len(original) - 20_000, len(original)), (0, len(original))]
             )
@@ -83,7 +83,7 @@ def main(real: Path, work: Path, count: int, seed: int) -> None:
                 accepted += 1
             except CatalogError:
                 refused += 1
-            except BaseException as error:  # anything else is what this program looks for
+            except BaseException as error:  # this program searches for any other exception
                 crashes.append(f"mutant {index}: {error!r}")
             slowest_s = max(slowest_s, time.process_time() - start)
             if length < len(original):

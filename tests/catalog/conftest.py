@@ -1,5 +1,5 @@
-"""Builders the catalog's tests share: GGUF headers byte by byte, and a loopback server that answers
-range requests."""
+"""Shared builders of the catalog's tests: GGUF headers, and a loopback server for range
+requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def _value(value: Any) -> bytes:
 def gguf_header(
     metadata: dict[str, Any], tensors: list[TensorSpec], alignment: int = 32
 ) -> tuple[bytes, int]:
-    """(header bytes up to the data, bytes of data the tensors need)."""
+    """Return the header bytes up to the data, and the number of data bytes that the tensors
+    need."""
     out = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
     out += [_string(key) + _value(value) for key, value in metadata.items()]
     offset = 0
@@ -66,8 +67,7 @@ def gguf_header(
 
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> Callable[..., Path]:
-    """write_gguf(metadata, tensors, name=…): a sparse file with that header and room for the
-    tensors."""
+    """A function that writes a sparse file with the given header and space for the tensors."""
 
     def write(
         metadata: dict[str, Any], tensors: list[TensorSpec], name: str = "model.gguf"
@@ -93,8 +93,8 @@ def smollm2() -> Path:
 
 @dataclass
 class RangeServer:
-    """A web server on loopback over one folder. The flags make it misbehave; `requests` records
-    what it was asked."""
+    """A loopback web server for one folder. The flags make it misbehave; `requests` records all
+    requests."""
 
     folder: Path
     url: str = ""
@@ -110,7 +110,7 @@ class RangeServer:
 
 @pytest.fixture
 def range_servers() -> Iterator[Callable[[Path], RangeServer]]:
-    """Starts as many RangeServers as a test needs, and stops them after it."""
+    """Start as many RangeServers as a test needs, and stop them after it."""
     running: list[ThreadingHTTPServer] = []
 
     def start(folder: Path) -> RangeServer:

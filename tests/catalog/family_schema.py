@@ -1,5 +1,4 @@
-"""What a shipped family file may say, strictly: the written form of families/*.toml and
-sources.toml."""
+"""The strict schema of shipped family files: families/*.toml and sources.toml."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ class _Table(BaseModel):
 
 
 class Sliding(_Table):
-    """Layers that see the last `window` tokens; the rest overrides the model's figures on those
-    layers."""
+    """Layers that attend to the last `window` tokens. Other fields override the model's figures for
+    them."""
 
     window: Count
     heads: Count | None = None
@@ -30,7 +29,7 @@ class Sliding(_Table):
 
 
 class Full(_Table):
-    """Overrides on full-attention layers. `v_is_k`: no value projection of their own."""
+    """Overrides for full-attention layers. `v_is_k`: the layers have no value projection."""
 
     heads: Count | None = None
     kv_heads: Count | None = None
@@ -51,8 +50,7 @@ class Mla(_Table):
 
 
 class Recurrent(_Table):
-    """Sizes of a recurrent layer; which ones are needed depends on `kind`
-    (layout.recurrent_sizes)."""
+    """Sizes of a recurrent layer. `kind` determines which are required (layout.recurrent_sizes)."""
 
     kind: Literal["gated_delta", "mamba2", "short_conv", "kda"]
     conv: Count
@@ -77,7 +75,7 @@ class ExpertsTable(_Table):
 
 
 class CompanionTable(_Table):
-    """A published GGUF, or folder of safetensors, that drafts for the model."""
+    """A published GGUF file, or folder of safetensors, with a draft model."""
 
     kind: Literal["eagle3", "dflash", "mtp", "draft"]
     repo: Text
@@ -86,7 +84,7 @@ class CompanionTable(_Table):
 
 
 class Reasoning(_Table):
-    """Whether and how the model thinks aloud."""
+    """Whether and how the model reasons."""
 
     kind: Literal["always", "hybrid", "channels"]
     tags: list[Text] = []  # in files of earlier releases
@@ -101,14 +99,15 @@ class SamplingTable(_Table):
 
 
 class SamplingWithSource(SamplingTable):
-    """…with where they are from, and those for when thinking is off."""
+    """Sampling values with their source, and the values for disabled reasoning."""
 
     source: Text
     non_thinking: SamplingTable | None = None
 
 
 class LookupTable(_Table):
-    """Tables of which a token reads `rows` rows; `bits` a weight takes in the listed files."""
+    """Lookup tables of which each token reads `rows` rows. `bits`: bits per weight in the listed
+    files."""
 
     params: Count
     rows: Count
@@ -116,8 +115,8 @@ class LookupTable(_Table):
 
 
 class ImageTokensTable(_Table):
-    """Tokens that an image comes to: one for `side` × `side` pixels of it, from `least` to `most`;
-    without a side always `most`."""
+    """The number of tokens of an image: one for each `side` × `side` pixels, from `least` to
+    `most`. Without `side` it is always `most`."""
 
     side: Count | None = None
     least: Count
@@ -125,8 +124,8 @@ class ImageTokensTable(_Table):
 
 
 class Gguf(_Table):
-    """GGUF files of one repository: `bytes` exact, `about` rounded by its source, `estimate`
-    computed from shapes."""
+    """GGUF files of one repository. `bytes` is exact, `about` is rounded by its source, and
+    `estimate` is computed from shapes."""
 
     repo: Text
     file: Text | None = None
@@ -149,7 +148,7 @@ class Mlx(_Table):
 
 
 class ModelTable(_Table):
-    """One [[models]] table with the family's [defaults] already under it."""
+    """One [[models]] table, merged with the family's [defaults]."""
 
     id: ModelId
     family: Text

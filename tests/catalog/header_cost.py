@@ -1,5 +1,5 @@
-"""What reading one header costs by the system's measure, in a process of its own: seconds of the
-processor, and bytes of memory beyond what the process had (Linux)."""
+"""Measure the cost of reading one header in a process of its own: CPU seconds, and additional bytes
+of memory (Linux)."""
 
 from __future__ import annotations
 

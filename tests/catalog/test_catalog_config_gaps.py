@@ -1,5 +1,5 @@
-"""What a config.json leaves out comes from its family, and weights in another program's format are
-called what they are."""
+"""Values missing from a config.json come from its family. Weights in another program's format are
+identified."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VICUNA = {
     "model_type": "llama",
     "vocab_size": 32064,
 }
-# A config as published: (layers, heads, head_dim, kv bytes per token at f16, the context).
+# Published configs: (layers, heads, head_dim, KV bytes per token at f16, context).
 PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int]]] = {
     "gemma-3-4b": (GEMMA_4B, (34, 8, 256, 34 * 4 * 256 * 4, 131072)),
     "llava-1.5-7b": ({"model_type": "llava", "text_config": VICUNA, "vocab_size": 32064},
@@ -112,8 +112,8 @@ def test_what_neither_config_nor_family_says_is_named(key: str) -> None:
 
 
 RECURRENT: dict[str, tuple[dict[str, Any], int]] = {
-    # State: (conv - 1) × channels + inner × state, in float32 elements; of rwkv7 heads × head² and
-    # two shifts.
+    # State: (conv - 1) × channels + inner × state, in float32 elements. For rwkv7: heads × head²
+    # and two shifts.
     "mamba2": ({"num_heads": 24, "head_dim": 64, "hidden_size": 768, "state_size": 128,
     "n_groups": 1, "conv_kernel": 4,
                 "num_hidden_layers": 24, "vocab_size": 50288, "intermediate_size": 1536},

@@ -1,5 +1,4 @@
-"""config.json of MLX and Hugging Face folders, read into the same shapes the curated catalog
-has."""
+"""The config.json of MLX and Hugging Face folders gives the same shapes as the curated catalog."""
 
 from __future__ import annotations
 

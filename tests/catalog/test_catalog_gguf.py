@@ -1,4 +1,4 @@
-"""Reading real and synthetic GGUF headers, whole, split and over HTTP, into the same Model the
+"""Real and synthetic GGUF headers, in one file, split or over HTTP, give the same Model that the
 catalog uses."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_the_real_starter_model_is_read_exactly(smollm2: Path) -> None:
     model = model_from_gguf(header)
     (variant,) = model.variants
     assert (variant.quant, variant.file_bytes) == ("Q4_1", 98_362_432)
-    # tied: the embedding is the output matrix
+    # Tied: the embedding is also the output matrix.
     assert variant.weights_bytes == variant.active_bytes == 96_576_768
     assert model.params_total == model.params_active == 134_515_008
     assert shapes.count_params(model) == (134_515_008, 134_515_008)
@@ -233,9 +233,9 @@ def test_an_unknown_architecture_is_read_with_a_warning(write_gguf: Write) -> No
 
 
 RECORDED = Path(__file__).parent / "recorded" / "llama_cpp_architectures.txt"
-# What our llama.cpp knows and we plan as attention in every layer, saying so: a model whose blocks
-# run in a loop, an encoder with a decoder, speech. (What drafts, what codes sound and what sees is
-# no language model, and refused.)
+# Architectures that our llama.cpp supports and that we plan, with a notice, as attention in every
+# layer: a model whose blocks run in a loop, an encoder with a decoder, speech. (Draft models, audio
+# codecs and vision encoders are not language models, and are rejected.)
 NOT_KNOWN = {"nanbeige", "t5", "qwen3tts", "pockettts"}
 
 
@@ -351,13 +351,13 @@ def test_a_split_count_cannot_make_us_open_a_thousand_files(write_gguf: Write) -
 
 
 def read_url(url: str, sent: dict[str, str] | None = None) -> gguf.GgufHeader:
-    """The header of a file at an address, read as the library reads the hub's."""
+    """Read the header of a file at an address, as the library does for files on the hub."""
     with new_client(sent or {}, Patience(), url) as client:
         return gguf.read(url, lambda address: HttpSource(client, address))
 
 
 def forty_gigabytes(folder: Path) -> Path:
-    """A sparse file whose header is as large as the largest real ones: 262,144 tokens and 514,906
+    """Write a sparse file with one of the largest real headers: 262,144 tokens and 514,906
     merges."""
     tensors = [(f"blk.{layer}.ffn_up.weight", (8192, 28_672), "Q8_0") for layer in range(162)]
     facts = {**basic(layers=162),

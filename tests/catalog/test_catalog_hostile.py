@@ -1,4 +1,4 @@
-"""A header is untrusted: hundreds of damaged ones, and the crafted ones that have broken other
+"""Headers are untrusted: hundreds of damaged ones, and crafted ones that have broken other
 readers."""
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ SEED = gguf_header(
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """The seed header after one to six cuts, insertions, overwrites and copies, with its data (or
-    less) behind it."""
+    """Return the seed header after one to six cuts, insertions, overwrites and copies, followed by
+    its data or less."""
     data = bytearray(SEED[0] + bytes(SEED[1]))
     for _ in range(draw(st.integers(1, 6))):
         at = draw(st.integers(0, max(0, len(data) - 1)))
@@ -77,14 +77,13 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-# What a header may cost at most: several times what the dearest costs here, since a core that is
-# shared counts double.
+# The limit for one header is several times the highest cost measured here, because a shared core
+# takes twice as long.
 CPU_S = 4.0
 
 
 def within_bounds(path: Path) -> bool:
-    """Whether a header that may be anything becomes a Model or a CatalogError within CPU_S and 256
-    MB."""
+    """Return whether a header gives a Model or a CatalogError within CPU_S and 256 MB."""
     start = time.process_time()
     tracemalloc.start()
     try:
@@ -268,8 +267,8 @@ def test_the_largest_headers_that_fit_the_limits_stay_cheap(tmp_path: Path, bomb
 def test_layers_cannot_be_counted_by_one_reader_and_indexed_by_another(
     write_gguf: Callable[..., Path],
 ) -> None:
-    # A block number far above block_count, and arrays longer than the model, were out-of-bounds
-    # writes elsewhere.
+    # In other readers, a block number far above block_count and arrays longer than the model caused
+    # out-of-bounds writes.
     facts: dict[str, Any] = {
         "general.architecture": "llama",
         "llama.block_count": 2,

@@ -1,5 +1,5 @@
-"""The catalog as its callers meet it: what is in it, how fast it loads, what a user's own file can
-do to it."""
+"""The catalog's public behaviour: its contents, its load time, and the effects of a user's own
+file."""
 
 from __future__ import annotations
 

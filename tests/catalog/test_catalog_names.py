@@ -1,4 +1,5 @@
-"""Repository and file names come from files and hubs: only plain relative ones may become paths."""
+"""Names of repositories and files come from files and hubs. Only plain relative names may become
+paths."""
 
 from __future__ import annotations
 

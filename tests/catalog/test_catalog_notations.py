@@ -1,5 +1,5 @@
-"""The catalog knows that a model calls tools wherever the server can read its calls, though no
-notation stands in the catalog."""
+"""A model supports tools if the server can parse its calls, although the catalog contains no format
+of calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Number formats: exact against the reference tables of the gguf package and against arithmetic."""
+"""Number formats agree with the reference tables of the gguf package and with arithmetic."""
 
 from __future__ import annotations
 

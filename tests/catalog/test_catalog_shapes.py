@@ -1,5 +1,5 @@
-"""Bytes and parameters from shapes: the published and measured figures they have to meet, and laws
-between them."""
+"""Bytes and parameters from shapes agree with published and measured figures and with each
+other."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_deepseek_v3_shaped_mla_model_caches_one_latent_row_per_layer() -> Non
 
 def test_a_hybrids_fixed_state_is_apart_from_its_growing_cache() -> None:
     model = known("qwen3.6-27b")
-    # llama.cpp's log
+    # from llama.cpp's log
     assert shapes.recurrent_state_bytes(model) / MIB == pytest.approx(149.62, abs=0.01)
     assert shapes.kv_bytes_per_token(model) == 65_536
     assert shapes.recurrent_state_bytes(known("qwen3-8b")) == 0
@@ -77,20 +77,20 @@ def published() -> list[tuple[Model, str, int]]:
         if variant.format == "gguf"
         and variant.exact
         and variant.quant in quants.MIXTURES
-        # Qwen3-0.6B and 1.7B of this publisher hold the shared embedding twice.
+        # This publisher's Qwen3-0.6B and 1.7B store the shared embedding twice.
         and not (
             variant.repo.startswith("bartowski/Qwen_Qwen3-")
             and model.id in ("qwen3-0.6b", "qwen3-1.7b")
         )
-        # So do Qwen's own of this one.
+        # Qwen's own files of this model do too.
         and not variant.repo.startswith("Qwen/Qwen2.5-Coder-0.5B-")
-        # These hold a draft head, which an estimate leaves out.
+        # These files contain a draft head, which an estimate does not include.
         and not variant.repo.startswith("ornith-ai/Ornith-1.5-")
-        # And these everything but the experts at Q8_0, whatever their name says.
+        # These files have all weights except the experts at Q8_0, for any name.
         and not variant.repo.startswith("ggml-org/MiMo-V2.6-Flash-")
-        # Nor are these mixtures of llama.cpp's own: attention and shared experts have more bits.
+        # These are not llama.cpp's own mixtures: attention and shared experts have more bits.
         and not variant.repo.startswith("AngelSlim/Hy3-")
-        # What was trained for four bits is Q4_0 throughout, whatever its name says.
+        # Models trained for four bits are Q4_0 throughout, for any name.
         and "-qat-" not in variant.repo
     ]
 

@@ -1,5 +1,5 @@
-"""A kind of layer is one class: here one is added, read from made-up headers and planned, with no
-other code changed."""
+"""A kind of layer is one class. A test kind is added, read from test headers and planned, without a
+change to other code."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ Write = Callable[..., Path]
 
 @dataclass(frozen=True, slots=True)
 class Pooled(Mixer):
-    """A made-up kind: one row of `width` elements, key and value at once, for every `ratio`
-    tokens."""
+    """A test kind: one row of `width` elements, both key and value, for every `ratio` tokens."""
 
     width: int
     ratio: int
