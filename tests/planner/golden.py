@@ -1,5 +1,5 @@
-"""The golden table's machines, models and cells. `python tests/planner/golden.py` prints it anew,
-to be reviewed in the diff."""
+"""The machines, models and cells of the golden table. `python tests/planner/golden.py` prints a new
+table, to be reviewed in the diff."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CATALOG = catalog.load()
 
 
 def plan(machine: str, model_id: str, workload: Workload | None = None, **fixed: str) -> Plan:
-    """The plan of the model's usual GGUF (Q4_K_M, or MXFP4 where it was released so)."""
+    """Return the plan of the model's usual GGUF: Q4_K_M, or MXFP4 if it was released so."""
     model = CATALOG.by_id[model_id]
     wanted = ("Q4_K_M", "MXFP4")
     variant = next(v for q in wanted for v in model.variants if v.quant == q and v.format == "gguf")
@@ -63,8 +63,7 @@ def plan(machine: str, model_id: str, workload: Workload | None = None, **fixed:
 
 
 def cell(found: Plan) -> str:
-    """yes / tight / split / no, and how it decodes: fast (20 tok/s and more), ok (5 and more),
-    slow."""
+    """Return yes, tight, split or no, and the decode speed: fast (≥ 20 tok/s), ok (≥ 5) or slow."""
     if found.fits == "no":
         return "no"
     speed = found.decode_tok_s.value
@@ -72,7 +71,7 @@ def cell(found: Plan) -> str:
 
 
 def table() -> str:
-    """The whole table: a row per model, a column per machine."""
+    """Return the whole table: a row per model, a column per machine."""
     width = max(len(m) for m in MODELS)
     lines = ["chat at each purpose's default context, Q4_K_M (MXFP4 for gpt-oss); columns:"]
     lines += [f"  {i}: {machine}" for i, machine in enumerate(MACHINES, 1)]

@@ -1,7 +1,8 @@
-"""The first pick on 42 machines for four purposes, each judged: `golden_picks.txt`.
+"""The first pick on 41 machines for four purposes, each reviewed: `golden_picks.txt`.
 
-`python tests/planner/golden_picks.py` writes it anew: a pick that moved loses its reason, and has
-to be judged again."""
+`python tests/planner/golden_picks.py` rewrites the file. A changed pick loses its reason and must
+be reviewed again.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ NOTHING = "nothing"
 
 
 def picked(plans: Sequence[Plan]) -> str:
-    """Model, files (~ where nobody lists them) and engine of the first."""
+    """Return model, files (with ~ if they are not published) and engine of the first plan."""
     if not plans:
         return NOTHING
     plan = plans[0]
@@ -82,7 +83,7 @@ def picked(plans: Sequence[Plan]) -> str:
 
 
 def judged() -> dict[tuple[str, str], tuple[str, str]]:
-    """(pick, reason) by machine and purpose, as the file has them."""
+    """Return (pick, reason) by machine and purpose from the file."""
     found = {}
     machine = ""
     for line in FILE.read_text(encoding="utf-8").splitlines() if FILE.exists() else ():
@@ -96,7 +97,7 @@ def judged() -> dict[tuple[str, str], tuple[str, str]]:
 
 
 def table() -> str:
-    """Machine by machine, purpose by purpose, with the reasons of what has not moved."""
+    """Return all picks by machine and purpose, with the reasons of unchanged picks."""
     models = catalog.load().models
     known = judged()
     lines = [

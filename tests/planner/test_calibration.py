@@ -1,5 +1,5 @@
-"""What one measurement teaches about the next model: the right cause moves, and only it; figures of
-two real models."""
+"""Measurements of one model correct the prediction for the next: only the true cause changes. The
+figures are from two real models."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ FILES = {
     GEMMA.id: (GEMMA, Variant("gguf", "Q4_K_M", "", (), 253_113_024)),
 }
 PAIRS = [(SMALL.id, GEMMA.id), (GEMMA.id, SMALL.id)]
-# Two Zen 4 cores, llama.cpp 0.3.36, both models in turn step by step, 48 steps at each depth:
-# milliseconds a token that one step in ten stays below (the median is 3-8 % above; other programs
-# ran). A copy of memory measured 27.7 GB/s.
+# Two Zen 4 cores, llama.cpp 0.3.36, both models in turn step by step, 48 steps at each depth. The
+# figures are the 10th percentile of milliseconds per token (the median is 3-8 % above; other
+# programs ran). A copy of memory measured 27.7 GB/s.
 DEPTHS = (29, 269, 525, 1037, 2061)
 MILLISECONDS = {
     SMALL.id: (7.11, 8.47, 9.14, 10.32, 13.03),
@@ -58,7 +58,7 @@ def cpu(bandwidth_gbps: float = 27.7) -> Device:
 
 
 def bench(name: str, *, short: bool = True) -> Measured:
-    """What `localllm bench` would have kept of the recorded figures."""
+    """Return the record that `localllm bench` would have stored for these figures."""
     times = MILLISECONDS[name]
     run = Measured(*FILES[name], "llamacpp", 1e3 / times[2], DEPTHS[2])
     return replace(run, short_tok_s=1e3 / times[0], short_depth=DEPTHS[0]) if short else run
@@ -81,7 +81,8 @@ def test_each_model_predicts_the_other_within_15_percent_at_every_depth(
 
 
 def test_attention_is_the_part_that_grows_on_a_cpu() -> None:
-    # From 29 to 525 tokens both models took 2 ms longer: reading 11 and 9 MB of cache takes 0.5.
+    # From 29 to 525 tokens both models became 2 ms slower. Reading 11 and 9 MB of cache takes only
+    # 0.5 ms.
     for name, times in MILLISECONDS.items():
         at = [1 / speed.decode(cpu(), *FILES[name], depth=d).value for d in (DEPTHS[0], DEPTHS[2])]
         assert at[1] - at[0] == pytest.approx((times[2] - times[0]) / 1e3, rel=0.3)

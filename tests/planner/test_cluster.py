@@ -1,5 +1,5 @@
-"""A model over several machines: what lies where, what the way between them costs, and when one
-machine is faster."""
+"""A model on several machines: the placement of its parts, the cost of the connection, and the
+cases in which one machine is faster."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def test_connected_machines_are_joined_by_their_fastest_port() -> None:
 
 
 def test_published_speeds_of_two_machines_are_met() -> None:
-    """Rows and sources: benchmarks/data/clusters.csv. Prompts are met worse than writing: the bar
-    is over both."""
+    """Rows and sources are in benchmarks/data/clusters.csv. Predictions of prefill are less
+    accurate than those of decoding, so the limit covers both."""
     rows = [r for r in compared() if r.n_machines == 2]
     writing = [r for r in rows if r.decoding and not r.shared]
     assert len(rows) >= 20

@@ -1,5 +1,5 @@
-"""Processors by name: cores and vectors of each, speeds by the law, and never what the asker's own
-was timed at."""
+"""Processors by name: cores and vector units of each, speeds by the formula, and no figures
+measured on the user's own machine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a drafted token costs: predictions with whole sources left out, and what the law must say of
-small models and of units for matrices."""
+"""The cost of a drafted token: predictions with whole sources left out, and required results for
+small models and for matrix units."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_mixtures_gain_what_was_published() -> None:
 
 @pytest.mark.parametrize("machine", ["RTX 5090", "RTX 3090", "Tesla P40"])
 def test_a_small_model_gains_less_of_its_heads(machine: str) -> None:
-    """The host takes as long for a guess of a small model. Of 4B, 9B and 27B two P40 gained 1.25,
-    1.37 and 1.92 (github.com/sudoingX/qwen38-mtp, pull request 29)."""
+    """A guess for a small model takes the host as much time. On two P40, the gains of 4B, 9B and
+    27B were 1.25, 1.37 and 1.92 (github.com/sudoingX/qwen38-mtp, pull request 29)."""
     gains = [gain(machine, f"qwen3.5-{size}") for size in ("4b", "9b", "27b")]
     assert gains == sorted(gains)
 
 
 def test_more_bits_gain_more_on_the_same_machine() -> None:
-    """A row costs the same arithmetic, of a longer step."""
+    """Each row costs the same arithmetic, but the step takes longer."""
     assert gain("Strix Halo 128GB", "qwen3.6-27b", "Q8_0") > 1.1 * gain(
         "Strix Halo 128GB", "qwen3.6-27b", "Q4_K_M"
     )

@@ -1,5 +1,5 @@
-"""What drafting is predicted to bring, held against what was published; that it counts for the
-purpose; that what is planned for it is what the engine loads."""
+"""The predicted gain of drafting agrees with published gains and counts for the purpose. The engine
+loads the draft that was planned."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from localllm_catalog import catalog
 from models import tiny_gguf
 
 MODELS = {m.id: m for m in catalog.load().models}
-# Decode with the model's own heads ÷ without: ggml-org/llama.cpp#22673,
-# github.com/sudoingX/qwen38-mtp (pull requests 31, 33, 42, 43, 62), of the RTX 4090 as the makers'
-# 44.8 to 104 tok/s. 7 tok/s of a 27B is a file of 8 bits on a Strix Halo.
+# Decode speed with the model's own heads ÷ without: ggml-org/llama.cpp#22673,
+# github.com/sudoingX/qwen38-mtp (pull requests 31, 33, 42, 43, 62), for the RTX 4090 the makers'
+# 44.8 to 104 tok/s. On a Strix Halo, 7 tok/s for a 27B are from an 8-bit file.
 PUBLISHED = [
     ("RTX 4090", "qwen3.6-27b", 104 / 44.8),
     ("RTX 5090", "qwen3.8-27b", 171.7 / 76.3),
@@ -38,7 +38,7 @@ PUBLISHED = [
 
 
 def planned(machine: str, model: str, purpose: str = "chat", draft: str = "") -> Plan:
-    """The plan of the model's usual file, or of the quant after its name."""
+    """Return the plan of the model's usual file, or of the quant after its name."""
     name, _, quant = model.partition(" ")
     files = [v for v in MODELS[name].variants if v.format == "gguf"]
     file = typical([v for v in files if not quant or v.quant == quant])
@@ -142,7 +142,7 @@ def test_an_edit_of_a_recurrent_model_is_predicted_with_the_snapshots_it_needs()
 
 
 def test_a_drafter_for_mlx_is_counted_and_rereads_no_turns() -> None:
-    """A hybrid model: llama.cpp would store it with a drafter as full snapshots only."""
+    """For this hybrid model, llama.cpp with a drafter would store only full snapshots."""
     model = MODELS["qwen3.6-27b"]
     files = typical([v for v in model.variants if v.format == "mlx"])
     drafter = CompanionDrafter(

@@ -1,5 +1,5 @@
-"""MLX beside llama.cpp on Macs, and drafts in the search: only what the machine can run, counted by
-that engine's rules."""
+"""MLX compared with llama.cpp on Macs, and drafts in the search. Only what the machine can run is
+offered, with memory by the rules of its engine."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def all_that_fits(machine: str, purpose: Purpose) -> Recommendation:
 
 
 def test_mlx_memory_of_qwen3_8b_by_hand() -> None:
-    """36 layers × 8 heads × (128 + 128) × 2 bytes = 147,456 bytes a token; the files' bytes once;
-    no mask, no host."""
+    """36 layers × 8 heads × (128 + 128) × 2 bytes = 147,456 bytes per token. The file's bytes count
+    once, without a mask and without host memory."""
     found = plan("M4 Max 128GB", "qwen3-8b", "4bit", fmt="mlx")
     need = found.memory
     assert need.weights_bytes == found.variant.file_bytes

@@ -1,5 +1,4 @@
-"""KV bytes from shapes: what llama.cpp allocated for them, and the laws between context and
-bytes."""
+"""KV bytes from shapes: llama.cpp's allocations, and the relations between context and bytes."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ def shaped(*layers: Layer) -> Model:
     return replace(known("qwen3-8b"), layers=layers, variants=())
 
 
-# Measured with llama.cpp's own allocator (no_alloc, llama-cpp-python 0.3.36), in MiB, all layers
-# full-length.
+# Measured with llama.cpp's own allocator (no_alloc, llama-cpp-python 0.3.36), in MiB, with the full
+# length in all layers.
 @pytest.mark.parametrize(
     ("model_id", "tokens", "kv_type", "mib"),
     [
@@ -76,9 +75,9 @@ def test_deepseek_v2_lite_as_measured() -> None:
 @pytest.mark.parametrize(
     ("model_id", "per_token", "long_per_token", "at_131072"),
     [
-        # 18 of 36 layers remember 128 tokens: 36,864 × 131,072 + 36,864 × 128.
+        # 18 of 36 layers store 128 tokens: 36,864 × 131,072 + 36,864 × 128.
         ("gpt-oss-120b", 73_728, 36_864, 4_836_556_800),
-        # 52 of 62 layers remember 1,024: 81,920 × 131,072 + 425,984 × 1,024.
+        # 52 of 62 layers store 1,024 tokens: 81,920 × 131,072 + 425,984 × 1,024.
         ("gemma-3-27b-it", 507_904, 81_920, 11_173_625_856),
         ("gemma-3-4b-it", 139_264, 20_480, 20_480 * 131_072 + 118_784 * 1_024),
     ],
@@ -130,7 +129,7 @@ def test_kv_grows_with_the_context_and_never_faster_than_its_slope(
     )
     slope = shapes.kv_bytes_per_token(model, kv_type)
     floor = kv_sizes.kv_bytes_per_1k_tokens(model, kv_type) * kv_sizes.CONTEXT_STEP // 1024
-    # What is not a whole byte is rounded on both sides.
+    # Fractions of a byte are rounded on both sides.
     assert floor - 1 <= further - here <= slope * kv_sizes.CONTEXT_STEP + 1
     assert here <= slope * n_ctx
     windows = [layer.mixer.reach for layer in stack if layer.mixer.is_bounded]

@@ -1,5 +1,5 @@
-"""What KV types cost in precision is measured on the real model by `doctor --kv`, kept, and decides
-what plans use."""
+"""`doctor --kv` measures the precision loss of KV types on the real model. The result is stored,
+and plans use it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_doctor_measures_a_model_and_keeps_what_it_found(
     (file,) = tmp_path.iterdir()
     found = kv_evidence.read(file).found
     assert [(f.k, f.v) for f in found] == list(kv_evidence.PAIRS)
-    # Seen: 0.004, 0.011 and 0.07 nats, 3, 5 and 13 % of best tokens; with three layers 0.001,
-    # 0.002, 0.011 and 3, 5, 9 %.
+    # Measured: 0.004, 0.011 and 0.07 nats, and 3, 5 and 13 % of best tokens. With three layers:
+    # 0.001, 0.002, 0.011 nats, and 3, 5, 9 %.
     eight, mixed, four = found
     assert 0 < eight.mean_kl < 0.01
     assert eight.mean_kl < mixed.mean_kl < four.mean_kl

@@ -1,5 +1,5 @@
-"""Weights are held in the layout in which a purpose's prompts and answers take least, by what was
-measured."""
+"""The plan picks the weight layout with the lowest measured time for the prompts and answers of the
+purpose."""
 
 from __future__ import annotations
 
@@ -95,6 +95,6 @@ def test_a_plan_says_which_and_what_it_gains() -> None:
     plan = plan_for(cpu(), m, file, Workload("coding", context=4096))
     assert plan.settings.placement.layout == "stored"
     assert "as stored" in "\n".join(explain(plan, cpu()))
-    # The roof that the chat draws is that of the kernels which run.
+    # The chat's roofline is that of the kernels that run.
     assert physics(plan, cpu())["tflops"] == pytest.approx(0.51)
     assert "0.510 TFLOP/s (measured)" in "\n".join(explain(plan, cpu()))

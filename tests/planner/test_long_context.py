@@ -1,4 +1,5 @@
-"""`recommend --fits TOKENS`: the KV types, models and the machine with which a long context fits."""
+"""`recommend --fits TOKENS` lists the KV types, models and machines with which a long context
+fits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The closed form of planner.memory against llama.cpp's own plan (no_alloc) on header-only files of
-real shapes."""
+"""The formulas of planner.memory agree with llama.cpp's own plan (no_alloc) for header-only files
+of real shapes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GRID = [
     for k in KV_TYPES
     for s in SLOTS
 ]
-# llama.cpp's graph of this hybrid takes it a second to plan, eighteen times.
+# llama.cpp needs a second to plan the graph of this hybrid, and the test plans it eighteen times.
 LONG = {"qwen3.5-27b"}
 SHAPES = {**sparse_gguf.SHAPES, **sparse_gemma4.SHAPES}
 _LOG_ROUNDING = 0.00501 * memory.MIB
@@ -66,7 +66,7 @@ def predicted(model: Model, s: ProbeSettings) -> MemoryNeed:
 
 def check(model: Model, s: ProbeSettings, planned: Planned) -> None:
     need = predicted(model, s)
-    # Weights and cell counts are exact; the log rounds each cache to a hundredth of a MiB.
+    # Weights and cell counts are exact. The log rounds each cache to a hundredth of a MiB.
     assert need.weights_bytes == planned.weights_bytes
     layout = kv_sizes.layout(run_settings(s))
     cells = {layer.mixer.cells(layout) for layer in model.layers} - {0}
@@ -109,7 +109,7 @@ def test_a_real_load_allocates_what_was_predicted(
 ) -> None:
     model = from_gguf.model_from_gguf(gguf.read(smollm2))
     kv_types: Any = {"kv_type_k": kv, "kv_type_v": kv}
-    # One pool, as a plan without a device has: a card's host keeps a copy of the mask
+    # One memory pool, like a plan without a GPU. With a card, the host keeps a copy of the mask
     # (tests/backends/test_placement.py).
     spec = LoadSpec(
         str(smollm2),
@@ -139,8 +139,8 @@ def test_a_real_load_allocates_what_was_predicted(
 def test_the_sequence_a_backend_keeps_for_itself_is_counted(
     write: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    """Where each sequence has a window or a state of its own, one more than are served costs
-    memory."""
+    """If each sequence has its own window or state, the backend's additional sequence costs memory
+    too."""
     path = write(tmp_path / "model.gguf")
     model = from_gguf.model_from_gguf(gguf.read(path))
     for slots in (1, 4):

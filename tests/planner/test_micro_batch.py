@@ -1,5 +1,5 @@
-"""The micro-batch is a part of the plan: larger where that pays and there is room, loaded so,
-explained, predicted."""
+"""The micro-batch is part of the plan. It is larger if that is faster and fits, and it is loaded,
+explained and included in the prediction."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def planned(machine: str, model: str, workload: Workload | None = None) -> Plan:
 
 
 def test_a_mixture_on_a_wide_machine_is_read_in_large_steps() -> None:
-    """GB10 publishes 2,444 prompt tokens/s of gpt-oss-120b in micro-batches of 2,048, where 512 are
-    half as fast."""
+    """GB10's published speed for gpt-oss-120b is 2,444 prompt tokens/s with micro-batches of 2,048.
+    With 512 it is half as fast."""
     plan = planned("DGX Spark", "gpt-oss-120b")
     assert plan.settings.n_batch == 2048
     assert plan.prefill_tok_s.low <= 2444 <= plan.prefill_tok_s.high
@@ -49,7 +49,7 @@ def test_larger_steps_are_planned_to_the_byte_loaded_and_explained() -> None:
 )
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "qwen3-30b-a3b", "qwen3-8b"])
 def test_an_arc_is_not_given_steps_that_its_driver_loses_it_in(machine: str, model: str) -> None:
-    """ggml-org/llama.cpp#27638: device lost at 2,048 tokens, not at 1,024."""
+    """ggml-org/llama.cpp#27638: the device is lost at 2,048 tokens, but not at 1,024."""
     assert planned(machine, model).settings.n_batch <= 1024
     assert planned("RTX 4090", "qwen3-30b-a3b").settings.n_batch > 1024
 
@@ -65,8 +65,8 @@ def test_an_arc_is_not_given_steps_that_its_driver_loses_it_in(machine: str, mod
     ],
 )
 def test_rocm_reads_its_weights_where_others_map_them(machine: str, weights: str) -> None:
-    """27 MB/s through a mapped file on an RX 9070 (sdnext#5028), hangs above 20 GB on a Strix Halo
-    (ROCm#6182)."""
+    """On an RX 9070, a mapped file is read at 27 MB/s (sdnext#5028). On a Strix Halo, mapping above
+    20 GB hangs (ROCm#6182)."""
     plan = planned(machine, "qwen3-8b")
     assert plan.settings.placement.weights == weights
     assert load_spec("x.gguf", plan.settings).placement.weights == weights
@@ -78,7 +78,8 @@ def test_where_a_doubling_brings_little_it_is_not_taken(machine: str) -> None:
 
 
 def test_where_buffers_grow_a_larger_step_that_takes_next_to_nothing_is_taken() -> None:
-    """MLX reserves nothing for it, and every step of a small model on a fast device is a pause."""
+    """MLX reserves no memory for a larger step, and on a fast device each step of a small model
+    causes a pause."""
     device = resolve("M3 Max 64GB")
     mlx = [v for v in MODELS["qwen3-8b"].variants if v.format == "mlx"]
     plan = plan_for(device, MODELS["qwen3-8b"], typical(mlx), Workload())
@@ -106,8 +107,8 @@ def test_larger_steps_never_cost_the_fit() -> None:
 
 
 def test_experts_make_room_for_larger_steps_beside_system_memory() -> None:
-    """Every step copies what lies in system memory over the bus: few large steps are several times
-    as fast."""
+    """Every step copies the experts in system memory over the bus, so few large steps are several
+    times faster."""
     plan = planned("RTX 4090 + 64GB RAM", "gpt-oss-120b")
     assert plan.fits == "split"
     assert plan.settings.n_batch == 2048

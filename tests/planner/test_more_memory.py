@@ -1,5 +1,5 @@
-"""More memory, in all or free, more bandwidth or another card is never worse: what may be loaded,
-which models fit, and the first pick, on all devices."""
+"""More total memory, more free memory, more bandwidth or another card never gives a worse result:
+the loadable size, the models that fit, and the first pick, on all devices."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ CATALOG = catalog.load()
 NAMES = [row.name for row in parts_table.rows()]
 CASES = [(name, purpose) for name in NAMES for purpose in scoring.NEEDS]
 SAMPLED = random.Random(46).sample(CASES, 6)
-# Of a first pick that is surer than the one before, points that it may be behind it.
+# The number of points that a more certain first pick may be below the previous one.
 NEAR_POINTS = 2.0
-# What a file's rank differs by between the rough plan it is chosen by and its whole one.
+# The difference in points between the rough plan that ranks a file and its full plan.
 ROUGH_POINTS = 0.05
 
 
 def ladder(name: str, seed: str, steps: int) -> list[Device]:
-    """The device in sizes from half of what is sold to beyond it, each up to 8 % above the one
-    before."""
+    """Return the device in rising memory sizes, from about half of the sold size to above it. Each
+    size is up to 8 % above the one before."""
     draw = random.Random(f"{name} {seed}")
     sold = next(row.memory_gb for row in parts_table.rows() if row.name == name) or (32.0,)
     size = min(sold) * 2 ** draw.uniform(-1, 1.5)
@@ -43,7 +43,7 @@ def ladder(name: str, seed: str, steps: int) -> list[Device]:
 
 
 def freer(device: Device, steps: int) -> list[Device]:
-    """The device with less and less of its memory in others' hands."""
+    """Return the device with other programs using less and less of its memory."""
     whole = device.memory
     found = []
     for n in range(steps):
@@ -54,7 +54,8 @@ def freer(device: Device, steps: int) -> list[Device]:
 
 
 def faster(name: str, seed: str) -> list[Device]:
-    """The device with memory of from half to twice its rate, and with up to 30 % more."""
+    """Return the device with 0.5 to 2 times its memory bandwidth, and with up to 30 % more than
+    that."""
     draw = random.Random(f"{name} {seed} faster")
     device, rate = resolve(name), draw.uniform(0.5, 2)
     return [
@@ -69,14 +70,14 @@ def faster(name: str, seed: str) -> list[Device]:
 
 
 def doubts(plan: Plan) -> tuple[bool, bool, bool, bool]:
-    """What makes a pick less sure, the first of them most."""
+    """Return the facts that make a pick less certain, the most important first."""
     poor = quality.format_cost(plan.model, plan.variant) > 3.0
     return poor, not plan.is_rated, plan.variant.is_estimate, plan.fits == "tight"
 
 
 def refused(device: Device, purpose: Purpose) -> tuple[Plan | None, dict[str, str]]:
-    """The first pick, and why each model is refused that does not fit in any format, or is too slow
-    in all that do."""
+    """Return the first pick, and the reason for each model that does not fit in any format, or is
+    too slow in all formats that fit."""
     answer = recommend(device, CATALOG.models, Workload(purpose), limit=1)
     left = {r.model.id: r.reason for r in answer.rejected if r.kind in ("memory", "speed")}
     left = {model: reason for model, reason in left.items() if not reason.endswith("would fit")}
@@ -84,7 +85,8 @@ def refused(device: Device, purpose: Purpose) -> tuple[Plan | None, dict[str, st
 
 
 def holds(devices: list[Device], purpose: Purpose) -> None:
-    """Each of `devices` is no worse than the one before, which has less memory."""
+    """Check that each of `devices` gives no worse result than the one before, which has less
+    memory."""
     known = [refused(device, purpose) for device in devices]
     for (less, refused_with_less), (more, refused_with_more) in itertools.pairwise(known):
         assert refused_with_more.keys() <= refused_with_less.keys()
@@ -136,8 +138,8 @@ def test_another_card_is_never_worse(name: str) -> None:
 
 
 def test_a_processor_nobody_knows_is_not_given_a_worse_model_for_a_faster_memory() -> None:
-    """It was a 1B at 22 GB/s, and a 0.6B at 45. (By points, not by size: at 90 GB/s an 8B of this
-    year goes before a 24B of the last, which is as good and slower.)"""
+    """Earlier, the pick was a 1B at 22 GB/s and a 0.6B at 45. (The test compares points, not sizes:
+    at 90 GB/s a recent 8B ranks before an older 24B, which is as good and slower.)"""
     points: list[float] = []
     for gbps in (15, 22, 45, 90):
         device = resolve("a computer of mine 7", memory_gb=16, bandwidth_gbps=gbps)
@@ -158,8 +160,8 @@ def test_more_memory_of_any_device_never_makes_less_loadable() -> None:
 
 
 def test_a_model_that_fits_with_room_still_does_where_a_larger_cache_fits_tightly() -> None:
-    """An Orin Nano had qwen3-8b with an 8-bit cache at 6.94 GB, and tightly, with a 16-bit one, at
-    7.07."""
+    """On an Orin Nano, qwen3-8b fitted with an 8-bit cache at 6.94 GB, but only tightly with a
+    16-bit cache at 7.07."""
     device, model = resolve("Jetson Orin Nano 8GB"), CATALOG.by_id["qwen3-8b"]
     variant = next(v for v in model.variants if v.quant == "Q4_K_M" and v.format == "gguf")
     verdicts = []

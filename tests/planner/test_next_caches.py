@@ -1,4 +1,4 @@
-"""GLM-5.3-Flash's pooled indexer and DeepSeek V4's compressed rows against llama.cpp's own plan,
+"""GLM-5.3-Flash's pooled indexer and DeepSeek V4's compressed rows agree with llama.cpp's own plan
 and the catalog's entries."""
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def test_an_indexer_that_pools_keeps_three_keys_a_token(tmp_path: Path) -> None:
 
 
 def test_compressed_rows_are_every_sequences_own(tmp_path: Path) -> None:
-    """What is not counted: the last tokens' rows of the layers that compress, 768 cells of 512 f16
-    a layer and sequence."""
+    """The plan does not count the last tokens' rows of compressing layers: 768 cells of 512 f16
+    values per layer and sequence."""
     model, path = read(sparse_next.DEEPSEEK_FLASH, tmp_path)
     compressing = sum(layer.kind == "full" for layer in model.layers)
     for asked, planned in zip(GRID, plan_probe.plan(path, GRID), strict=True):

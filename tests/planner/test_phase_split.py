@@ -1,4 +1,4 @@
-"""Prefill on one machine and decode on another: predicted from the same formulas as each of them."""
+"""Prefill on one machine and decode on another, predicted with the formulas of single machines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Models divided between cards and system memory: exact bytes of each place, as few experts off the
-card as must, and speeds held against runs that were published."""
+"""Models split between cards and system memory: exact bytes for each place, as few experts as
+possible in system memory, and speeds that agree with published runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_mixture_larger_than_the_card_leaves_only_experts_behind() -> None:
     assert (placed.gpu_layers, placed.kv_on_host) == (-1, False)
     assert 0 < placed.experts_on_host < len(m.layers)
     assert plan.memory.kv_bytes == kv_sizes.kv_bytes(m, plan.settings)
-    # Whole layers instead would be far slower: attention would be read from system memory too.
+    # Moving whole layers would be far slower: attention would read from system memory too.
     layers = placement_search.best_split(
         device,
         m,
@@ -154,11 +154,12 @@ def test_the_faster_of_two_cards_that_are_needed_is_filled_first() -> None:
 @pytest.mark.parametrize(
     ("machine", "name", "cards"),
     [
-        ("RTX 3090 + RTX 4090", "qwen3-32b", (1,)),  # one holds it, and the second is the faster
+        # one card holds it, and the second is the faster
+        ("RTX 3090 + RTX 4090", "qwen3-32b", (1,)),
         ("RTX 3060 12GB + RTX 3090 + RTX 3060 12GB", "qwen3-32b", (1,)),
-        ("4x RTX 3090", DENSE, (0, 1)),  # no more than are needed
-        ("Tesla P40 + 2x RTX 3090", DENSE, (1, 2)),  # the slow one is left out
-        ("RTX 3090 + RTX 4090", DENSE, ()),  # both are needed
+        ("4x RTX 3090", DENSE, (0, 1)),  # no more cards than are needed
+        ("Tesla P40 + 2x RTX 3090", DENSE, (1, 2)),  # the slow card is left out
+        ("RTX 3090 + RTX 4090", DENSE, ()),  # both cards are needed
     ],
 )
 def test_the_cards_that_answer_fastest_are_used(
@@ -204,7 +205,7 @@ SOME = [m for m in CATALOG.models if any(v.format == "gguf" for v in m.variants)
 def test_two_cards_are_never_slower_than_one_that_holds_it(
     a: str, b: str, m: Model, data: st.DataObject
 ) -> None:
-    """The system memory beside them, if any, helps one card as well as two."""
+    """System memory, if any, helps one card as much as two."""
     host = data.draw(st.sampled_from(["", " + 64GB DDR5"]))
     v = data.draw(st.sampled_from([v for v in m.variants if v.format == "gguf"]))
     both = plan_for(resolve(f"{a} + {b}{host}"), m, v, Workload())
@@ -217,7 +218,7 @@ def test_two_cards_are_never_slower_than_one_that_holds_it(
 
 @pytest.mark.parametrize("card", CARDS[::5])
 def test_what_lies_in_slower_memory_makes_no_answer_faster(card: str) -> None:
-    """Recurrent states and further sequences count whether or not a model is divided."""
+    """Recurrent states and additional sequences count, whether a model is split or not."""
     device = resolve(f"{card} + 64GB DDR5")
     for m in [m for m in SOME if m.experts is not None][::3]:
         v = typical([v for v in m.variants if v.format == "gguf"])
@@ -307,7 +308,7 @@ def test_nothing_is_lost_or_counted_twice(
     on_device, host = book.device_layers(placed), book.host_weights_bytes(placed)
     host_kv, host_state = book.host_kv_bytes(placed)
     kv = sum(kv_sizes.layer_kv_bytes(m, run))
-    # The output of a tied model is a second copy of one of the tables.
+    # A tied model's output matrix is a second copy of one of the tables.
     copied = (
         book.output_bytes - book.own_output_bytes
         if placed.first_gpu_layer(len(m.layers)) <= len(m.layers)
@@ -371,9 +372,9 @@ def test_a_files_header_says_what_every_layer_weighs(
 
 # --- speed ----------------------------------------------------------------------------------------
 
-_I9 = "RTX 2080 + 64GB RAM"  # with an i9-10900X, whose four channels of DDR4-3200 make 102 GB/s
+_I9 = "RTX 2080 + 64GB RAM"  # with an i9-10900X, whose four channels of DDR4-3200 reach 102 GB/s
 _LLMFIT = "https://github.com/AlexsJones/llmfit/pull/"
-# (machine, GB/s of its memory, model, what was set, tok/s, source)
+# (machine, GB/s of its memory, model, settings, tok/s, source)
 PUBLISHED = [
     (_I9, 102.4, "qwen3-30b-a3b", Placement(experts_on_host=36), 36.7, _LLMFIT + "755"),
     (_I9, 102.4, "gemma-3-12b-it", Placement(gpu_layers=44), 26.1, _LLMFIT + "774"),
@@ -410,7 +411,7 @@ def test_every_expert_that_leaves_costs_speed_and_the_time_is_that_of_its_bytes(
         for k in (0, 9, 18, 36)
     ]
     assert rates == sorted(rates, reverse=True)
-    # Twice as many layers, twice as much time more.
+    # Twice as many layers add twice as much time.
     extra = [1 / r - 1 / rates[0] for r in rates[1:]]
     assert extra[1] / extra[0] == pytest.approx(2, rel=0.05)
     assert extra[2] / extra[1] == pytest.approx(2, rel=0.05)
@@ -426,8 +427,7 @@ def test_faster_memory_is_worth_its_rate() -> None:
 
 
 def test_a_divided_run_teaches_nothing_wrong_about_whole_ones() -> None:
-    """A run that is as fast as predicted for where it lay leaves other predictions where they
-    were."""
+    """A split run with the predicted speed for its placement does not change other predictions."""
     device, m, other = resolve("RTX 4090 + 128GB RAM"), model(MIXTURE), model("qwen3-8b")
     v, placed = variant(m), Placement(experts_on_host=30)
     as_run = RunSettings(4096, placement=placed)
@@ -447,8 +447,8 @@ def test_a_divided_run_teaches_nothing_wrong_about_whole_ones() -> None:
 
 def test_cards_that_work_at_once_hold_more_copies_of_a_steps_inputs() -> None:
     """llama.cpp with two devices, 6 layers as wide as Qwen3-30B-A3B's, 16,384 cells, steps of 512:
-    164.4 MiB of scratch on a card where one device alone has 104, and 60 MiB more on the host; with
-    experts placed apart no more."""
+    164.4 MiB of scratch on a card, compared with 104 on a single device, and 60 MiB more on the
+    host. If experts are placed separately, there is no difference."""
     m = model("qwen3-30b-a3b")
     run = RunSettings(16384, n_batch=512)
     assert memory.pipeline_bytes(m, run, 2) / 2**20 == pytest.approx(60, abs=0.5)

@@ -1,4 +1,5 @@
-"""The fit behind efficiency.json: one odd machine must not drag the prediction for its kin."""
+"""The fit that gives efficiency.json: one unusual machine must not distort predictions for similar
+ones."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from localllm_catalog import catalog
 
 
 def _rows(device: str, slowdown: float) -> list[Row]:
-    """Four dense models on one simulated part whose true efficiency is 0.8 / slowdown."""
+    """Return rows of four dense models on a simulated part whose true efficiency is 0.8 /
+    slowdown."""
     keys = ("cuda", "nvidia-ada.cuda", f"part:{device}.cuda")
     return [
         Row(
@@ -42,8 +44,8 @@ def _unseen_error(monkeypatch: pytest.MonkeyPatch, freedom: float | None) -> flo
 def test_one_odd_machine_moves_its_kin_less_under_the_heavy_tailed_prior(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three machines agree and one is three times slower: the fourth of the kind is predicted like
-    the three."""
+    """Three machines agree and one is three times slower. The prediction for a fourth machine of
+    this kind follows the three."""
     shipped = fit.PART_FREEDOM["decode"]
     normal = _unseen_error(monkeypatch, None)
     robust = _unseen_error(monkeypatch, shipped)
@@ -52,8 +54,8 @@ def test_one_odd_machine_moves_its_kin_less_under_the_heavy_tailed_prior(
 
 
 def test_what_is_left_out_is_never_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every device is predicted by a fit without it: one that is three times slower than its kin is
-    missed threefold."""
+    """Each device is predicted by a fit without its rows. A device three times slower than similar
+    ones is predicted wrong by a factor of three."""
     rows = [row for i in range(3) for row in _rows(f"RTX 40{i}0", 1.0)] + _rows("RTX 4090", 3.0)
     errors = fit.leave_out(fit.Design("decode", rows), lambda r: r.device)
     assert all(abs(e) < 0.15 for e in errors[:12])
@@ -61,8 +63,8 @@ def test_what_is_left_out_is_never_learnt(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_older_engine_is_learnt_as_older() -> None:
-    """Half of the rows are of an engine that was a fifth slower: today's is predicted as it is
-    today."""
+    """Half of the rows are from an engine that was 20 % slower. The prediction is for today's
+    engine."""
     old = [
         replace(row, era="2023", seconds=row.seconds * 1.2)
         for i in range(3)
@@ -77,7 +79,8 @@ def test_an_older_engine_is_learnt_as_older() -> None:
 
 
 def test_slow_mixtures_of_an_older_cuda_do_not_make_its_dense_models_slow() -> None:
-    """Until August 2025 mixtures took 1.6 times as long. Dense models are predicted as today's."""
+    """Until August 2025, mixtures took 1.6 times as long. Dense models are predicted by today's
+    speed."""
 
     def prompts(era: str, moe: bool, slowdown: float) -> list[Row]:
         powers = (("matmul", -1), ("quant", 1))
@@ -119,8 +122,8 @@ def _age(device: str, engine: str, **what: object) -> ages.Age:
 
 
 def test_what_an_age_lacked_makes_its_rows_slower_and_no_others() -> None:
-    """Dense tiles on AMD under Vulkan, the search for experts' tokens, K formats under ROCm,
-    unpacked heads on Volta."""
+    """The missing features are dense tiles on AMD under Vulkan, the search for experts' tokens, K
+    formats under ROCm, and unpacked heads on Volta."""
     part = decode_cost.CostTerm(1.0, ())
     prompt = {"matmul": part, "padding": part, "attention": part}
 
@@ -164,7 +167,8 @@ def test_what_an_age_lacked_makes_its_rows_slower_and_no_others() -> None:
 
 
 def test_several_sequences_are_learnt_by_what_each_adds_to_the_step() -> None:
-    """Rows that follow the law exactly: further sequences at a tenth of the nominal rate."""
+    """The rows follow the formula exactly: additional sequences run at a tenth of the nominal
+    rate."""
     single = [row for i in range(3) for row in _rows(f"RTX 40{i}0", 1.0)]
     step_s, token_s = single[0].seconds, 1e-4
     many = [
@@ -185,8 +189,8 @@ def test_repeated_rows_that_disagree_are_the_noise() -> None:
 
 
 def test_a_measured_prompt_is_read_whole_and_in_steps_no_longer_than_itself() -> None:
-    """mlx-lm's 512-token prompts begin at nothing: their weights are read once for 512 tokens, not
-    for 2,048."""
+    """mlx-lm's 512-token prompts start with an empty context. Their weights are read once per 512
+    tokens, not per 2,048."""
     rows = planner_rows.rows("prefill")
     short = [r for r in rows if "john-rocky" in r.source and r.depth == 256]
     assert short
@@ -196,8 +200,8 @@ def test_a_measured_prompt_is_read_whole_and_in_steps_no_longer_than_itself() ->
 
 
 def test_no_row_that_counts_has_more_arithmetic_than_the_chip_can_do() -> None:
-    """Apple GPUs before M5 multiply at their nominal rate at most: a row above it is filed with
-    wrong units, or wrong."""
+    """Apple GPUs before M5 multiply at most at their nominal rate. A row above this rate is wrong
+    or has wrong units."""
     counted = [
         row
         for row in planner_rows.rows("prefill")
@@ -227,7 +231,8 @@ def test_a_doubt_about_prompts_leaves_the_answers_of_the_same_runs() -> None:
 
 
 def test_the_fit_learns_the_very_terms_that_predict() -> None:
-    """A row's parts at the coefficients of its machine are the seconds that the law says."""
+    """The sum of a row's parts with its machine's coefficients equals the seconds that are
+    predicted."""
     hardware = decode_cost.hardware_of(resolve("DGX Spark"), "llamacpp")
     m = catalog.load().by_id["qwen3-30b-a3b"]
     v = next(v for v in m.variants if v.quant == "Q4_K_M")
@@ -256,8 +261,8 @@ def test_mlx_multiplies_on_the_matrix_units_of_m5_and_llamacpp_does_not() -> Non
 def test_every_stratum_is_as_wide_as_holds_four_in_five_of_what_was_left_out(
     drawn: list[tuple[str, float]],
 ) -> None:
-    """Whatever the errors are: where there are 15, 76 to 84 % of them are inside, and a narrow
-    stratum of few rows hands them to the next wider one."""
+    """For any errors, a stratum of at least 15 rows contains 76 to 84 % of them. A stratum with
+    fewer rows passes them on to the next wider one."""
     found = [
         ranges.Miss(error, f"source {n % 3}", (f"{name} short", name, "all"))
         for n, (name, error) in enumerate(drawn)
@@ -271,7 +276,8 @@ def test_every_stratum_is_as_wide_as_holds_four_in_five_of_what_was_left_out(
 
 
 def test_errors_by_source_are_told_by_kind_of_device_and_model() -> None:
-    """Each recent row is in one group of every table, and a group's share inside is of its own."""
+    """Each recent row is in one group of every table, and a group's share counts only its own
+    rows."""
     data = [row for row in planner_rows.rows("decode") if "kyuz0" in row.source][:12]
     data += [row for row in planner_rows.rows("decode") if "apple-m4-pro" in row.source][:12]
     off = np.array([0.01] * 12 + [3.0] * 12)

@@ -1,5 +1,5 @@
-"""A board's power: prompts run at its limit, answers below it; what nobody states changes
-nothing."""
+"""Power limits of boards: prefill runs at the limit, decode below it. A missing figure changes no
+prediction."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ VARIANT = next(v for v in MODEL.variants if v.quant == "Q4_K_M")
 
 
 def test_a_third_of_the_power_is_two_thirds_of_the_prompt() -> None:
-    """llama.cpp's scoreboard for CUDA, Llama 2 7B of Q4_0: an L40 (142 SMs, 300 W) 0.67 of its
-    units' nominal rate, an RTX 4090 (128, 450 W) 0.94, an RTX 4080 (76, 320 W) 1.14."""
+    """llama.cpp's scoreboard for CUDA, Llama 2 7B in Q4_0, as a share of the units' nominal rate:
+    an L40 (142 SMs, 300 W) 0.67, an RTX 4090 (128, 450 W) 0.94, an RTX 4080 (76, 320 W) 1.14."""
     l40, card, small = (
         efficiency.share(part, units)
         for part, units in (("l40", 142), ("rtx 4090", 128), ("rtx 4080", 76))
@@ -47,8 +47,8 @@ def test_where_no_one_figure_is_stated_nothing_is_taken_off(name: str) -> None:
 
 
 def test_large_steps_skip_what_the_mask_hides() -> None:
-    """CUDA's attention runs over all of a small micro-batch, masked or not, and of a large one up
-    to each tile's last token."""
+    """CUDA's attention processes all of a small micro-batch, masked or not. For a large one, it
+    stops at each tile's last token."""
     hardware = decode_cost.hardware_of(resolve("DGX Spark"), "llamacpp")
     small, large = (
         prefill_cost.prefill_terms(MODEL, VARIANT, hardware, prompt_tokens=2048, n_batch=n)

@@ -1,5 +1,5 @@
-"""What a prompt's tokens cost beside their matrices: activations, masks, half-filled tiles,
-launches, emulated types."""
+"""The cost of a prompt's tokens in addition to matrix products: activations, masks, half-filled
+tiles, launches, emulated types."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def terms(
 def test_activations_are_read_and_written_at_the_memorys_rate_and_weigh_more_in_small_models() -> (
     None
 ):
-    """Llama 3.1 8B: 32 layers of 4 bytes x (12 x 4,096 + 6 x 4,096 + 6 x 14,336) are 20.4 MB a
+    """Llama 3.1 8B: 32 layers of 4 bytes x (12 x 4,096 + 6 x 4,096 + 6 x 14,336) are 20.4 MB per
     token."""
     assert prefill_cost.activation_bytes(MODELS["llama-3.1-8b-instruct"]) == pytest.approx(
         20.4e6, rel=0.01
@@ -56,8 +56,8 @@ def test_activations_are_read_and_written_at_the_memorys_rate_and_weigh_more_in_
 
 
 def test_experts_that_get_few_tokens_waste_a_part_of_every_tile() -> None:
-    """512 tokens are 32 for each of 128 experts, 2,048 are 128: in larger steps the same matrices
-    take less time."""
+    """512 tokens give 32 to each of 128 experts, and 2,048 give 128. Larger steps need less time
+    for the same matrices."""
     small, large = (terms("qwen3-30b-a3b", SPARK, n_batch=n) for n in (512, 2048))
     assert 1.05 < small.seconds["matmul"] / large.seconds["matmul"] < 1.5
     dense = [terms("qwen3-8b", SPARK, n_batch=n).seconds["matmul"] for n in (512, 2048)]
@@ -112,8 +112,8 @@ def test_m1_and_m2_emulate_what_mlx_computes_in() -> None:
 
 
 def test_a_window_costs_what_is_computed_beside_it() -> None:
-    """A sliding layer's attention: its window, and of the micro-batch what the kernel does not
-    skip."""
+    """A sliding layer's attention covers its window, and the part of the micro-batch that the
+    kernel does not skip."""
     mixer = Sliding(n_kv_heads=8, head_dim_k=64, head_dim_v=64, window=128)
     alone, beside = (mixer.flops(64, 4096, b) for b in (0, 1024))
     assert beside == alone * (128 + 1024) / 128
@@ -131,7 +131,7 @@ def test_a_window_costs_what_is_computed_beside_it() -> None:
 def test_depth_slows_prompts_as_on_chips_without_units_for_matrices(
     machine: str, name: str, quant: str, shallow: float, deep: float
 ) -> None:
-    """512 tokens after none and after 32,768. A P100 has half the lanes of a P40 in each unit."""
+    """512 tokens at depths 0 and 32,768. A P100 has half as many lanes per unit as a P40."""
     m = MODELS[name]
     v = next((v for v in m.variants if v.quant == quant), m.variants[0])
     hardware = decode_cost.hardware_of(resolve(machine), "llamacpp")

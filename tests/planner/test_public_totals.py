@@ -1,5 +1,4 @@
-"""What runs of other people were seen to take, beside what is planned for the same files, context
-and step."""
+"""Published memory use compared with plans for the same files, context and step."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from localllm.planner.types import RunSettings, Workload
 from localllm_catalog import catalog
 from localllm_catalog.types import Variant
 
-# Device, model, files, context, KV type and bytes of public logs, with where each was read.
+# Device, model, files, context, KV type and bytes from public logs, each with its source.
 LOGS = Path(__file__).parent / "recorded" / "memory_logs.csv"
 MODELS = {m.id: m for m in catalog.load().models}
-# Rows whose engine or files are others than those planned, and how.
+# Rows whose engine or files differ from the plan, with the difference.
 OTHERS = {
     ("llama-3.1-8b-instruct", "33080"): "MLX of 2024, which had no fused attention for prompts",
     ("ling-3.0-flash", "131072"): "the process's whole address space, flash attention off",
@@ -50,8 +49,8 @@ def rows(kind: str) -> list[dict[str, str]]:
 
 
 def share(row: dict[str, str], **settings: Any) -> float:
-    """Planned ÷ measured − 1. mlx-lm reads 2,048 tokens a step, llama-server 512, which had four
-    sequences where several."""
+    """Return planned ÷ measured − 1. mlx-lm reads 2,048 tokens per step, llama-server 512. Runs of
+    llama-server with several sequences had four."""
     files = variant(row)
     assert files is not None
     run = RunSettings(int(row["n_ctx"]), **settings).with_kv_type(row["kv_type"])
@@ -74,7 +73,8 @@ def test_mlx_is_planned_as_mlx_lm_was_seen_to_take() -> None:
 
 
 def test_the_scores_are_what_was_missing() -> None:
-    """In steps of 512 a quarter of them is held, and what a run in 2,048 took is out of reach."""
+    """With steps of 512, a quarter of the scores is stored, and the plan is too small for runs with
+    steps of 2,048."""
     deep = [row for row in rows("mlx") if int(row["n_ctx"]) > 60_000]
     assert all(share(row, slots=1, n_batch=512) < -0.10 for row in deep)
 
@@ -88,8 +88,7 @@ def test_llama_cpp_is_planned_no_more_than_a_twentieth_short(row: dict[str, str]
 
 
 def test_quantised_kv_is_widened_for_one_layer_on_cuda_and_nowhere_else() -> None:
-    """qwen3.8-27b: 4 heads of 256 for keys and as many for values, so 512 MiB for 131,072
-    tokens."""
+    """qwen3.8-27b has 4 heads of 256 each for keys and values, so 131,072 tokens need 512 MiB."""
     model = MODELS["qwen3.8-27b"]
     files = next(v for v in model.variants if v.quant == "Q4_K_M")
 

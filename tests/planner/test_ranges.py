@@ -1,4 +1,4 @@
-"""Ranges of predicted speeds: less evidence, more cards and a deeper context never make one
+"""Ranges of predicted speeds: less evidence, more cards or a deeper context never makes a range
 narrower. Attention over a quantised cache takes as long as its kernels need."""
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def machine(row: DeviceRow) -> Device:
 
 
 def predicted(device: Device, *, depth: int = 0) -> dict[str, float]:
-    """The widths of the ranges of answers and prompts, of a dense model and a mixture, with every
-    engine of the machine."""
+    """Return the widths of the ranges for decode and prefill, of a dense model and a mixture, with
+    every engine of the machine."""
     found = {}
     for model_id, quants in (
         ("llama-3.1-8b-instruct", ("Q4_K_M", "4bit")),
@@ -66,7 +66,7 @@ def predicted(device: Device, *, depth: int = 0) -> dict[str, float]:
 
 
 def narrower(than: dict[str, float], found: dict[str, float]) -> dict[str, tuple[float, float]]:
-    """The predictions of `found` whose range is narrower, with both widths."""
+    """Return the predictions of `found` with a narrower range, with both widths."""
     return {
         name: (width, found[name]) for name, width in than.items() if found[name] < width - 1e-9
     }
@@ -82,7 +82,8 @@ def test_a_deeper_context_never_makes_a_range_narrower(row: DeviceRow) -> None:
 
 @pytest.mark.parametrize("row", parts_table.rows(), ids=lambda row: row.name)
 def test_less_evidence_never_makes_a_range_narrower(row: DeviceRow) -> None:
-    """A part that nobody measured is known no better than one of its family that somebody did."""
+    """The range of an unmeasured part is at least as wide as that of a measured one of its
+    family."""
     device = machine(row)
     name = f"{device.match or device.name} Nonesuch"
     unseen = replace(device, match=name, name=name)
@@ -127,7 +128,8 @@ def test_what_is_known_of_a_machine_is_told_by_its_rows() -> None:
 def test_a_card_for_machine_rooms_without_rows_is_known_as_little_as_the_first_was(
     name: str,
 ) -> None:
-    """An H200 before its rows: a mixture 1.7 times as fast as said, prompts a quarter as fast."""
+    """Before an H200 had rows, a mixture was 1.7 times as fast as predicted, and prompts a quarter
+    as fast."""
     device = resolve(name)
     assert spread(decoded(device)) >= 0.5
     read = speed.prefill(device, *file_of("llama-3.1-8b-instruct"))
@@ -135,8 +137,8 @@ def test_a_card_for_machine_rooms_without_rows_is_known_as_little_as_the_first_w
 
 
 def test_a_quantised_cache_on_cuda_is_as_slow_as_it_was_measured() -> None:
-    """An RTX 3080 with q8_0 and q4_0 caches at 52,000 to 210,000 tokens: within a fifth in the
-    median."""
+    """An RTX 3080 with q8_0 and q4_0 caches at 52,000 to 210,000 tokens: the median error is at
+    most 20 %."""
     card, off = resolve("RTX 3080 10GB"), []
     with ROWS.open(newline="") as rows:
         for row in csv.DictReader(rows):
@@ -162,8 +164,8 @@ def test_a_quantised_cache_hurts_at_depth_on_cuda_and_not_where_it_is_only_read(
 
 
 def test_prompts_under_mlx_pay_for_scores_that_no_kernel_keeps() -> None:
-    """The same model with heads of 256, which MLX has no fused kernel for, takes longer at depth
-    than with heads of 128."""
+    """MLX has no fused kernel for heads of 256. At depth, such a model is slower than the same
+    model with heads of 128."""
     model, variant = file_of("qwen3-8b", "4bit")
     heads = Layer(Full(n_kv_heads=8, head_dim_k=256, head_dim_v=256, n_heads=16))
     wide = replace(model, layers=(heads,) * len(model.layers))

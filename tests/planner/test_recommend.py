@@ -1,4 +1,4 @@
-"""What `recommend` offers and refuses: golden verdicts, the promises of the issue, properties over
+"""The offers and rejections of `recommend`: golden verdicts, named requirements, and properties for
 every machine."""
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SCHEMA = json.loads((Path(recommend.__file__).parent / "recommend.schema.json").
 
 
 def test_golden_verdicts() -> None:
-    """Reviewed in every diff: 12 machines × 20 models. Print it anew with `python
-    tests/planner/golden.py`."""
+    """12 machines × 20 models, reviewed in every diff. `python tests/planner/golden.py` prints a
+    new table."""
     assert golden.table() == golden.FILE.read_text(encoding="utf-8")
 
 
@@ -158,7 +158,7 @@ def test_a_card_with_host_memory_is_offered_a_split_and_never_called_whole() -> 
     variant = next(v for v in model.variants if v.format == "gguf")
     plan = plan_for(device, model, variant, Workload())
     assert plan.fits == "split"
-    # Every layer is the card's, but of as few as must be the experts are not.
+    # Every layer is on the card, except the experts of as few layers as possible.
     assert plan.settings.placement.gpu_layers == -1
     kept = plan.settings.placement.experts_on_host
     assert 0 < kept < len(model.layers)
@@ -177,8 +177,7 @@ def test_free_memory_is_a_soft_limit() -> None:
 
 
 def test_a_state_beside_full_attention_is_counted_too() -> None:
-    """Falcon-H1's layers have both: attention over everything, and a recurrent state per
-    sequence."""
+    """Falcon-H1's layers have both: attention to all tokens, and a recurrent state per sequence."""
     plain = BY_ID["qwen3-8b"]
     both = replace(
         plain, layers=tuple(replace(x, mixer=WithState(x.mixer, 1000)) for x in plain.layers)
@@ -343,7 +342,7 @@ def test_the_roofline_is_drawn_in_text_and_svg() -> None:
 
 
 def conforms(value: Any, schema: dict[str, Any], at: str = "$") -> list[str]:
-    """What of `value` breaks `schema` (the part of JSON Schema that ours uses)."""
+    """Return the parts of `value` that break `schema` (the part of JSON Schema that ours uses)."""
     if "$ref" in schema:
         return conforms(value, SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]], at)
     if "anyOf" in schema:

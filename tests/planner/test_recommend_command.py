@@ -1,5 +1,4 @@
-"""`localllm recommend` as a person and a script meet it: width, JSON, refusals, speed, what it
-remembers."""
+"""The command `localllm recommend`: width, JSON, errors, speed, and cached measurements."""
 
 from __future__ import annotations
 
@@ -93,7 +92,7 @@ def test_what_is_installed_is_marked(smollm2: Path) -> None:
 
 def test_a_machine_one_does_not_have_is_not_told_what_to_run() -> None:
     assert "localllm pull" not in run("--device", "M4 Max 128GB")
-    # asked once: this machine's free memory and measured bandwidth may differ a second later
+    # Run it once: this machine's free memory and measured bandwidth may differ a second later.
     text = run()
     quant = re.search(r"^  1 .*? ~?(\S+) +[\d.]+ GB ", text, re.MULTILINE)
     told = re.fullmatch(
@@ -137,8 +136,8 @@ def test_what_nearly_fits_is_named_first_of_what_is_not_offered() -> None:
 
 
 def test_an_answer_waits_for_no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels take some seconds to time, and the memory one: `pull` and `device --measure` do
-    that."""
+    """Timing the kernels takes some seconds, and the memory one. Only `pull` and `device --measure`
+    do it."""
     from localllm.device import bandwidth
     from localllm.device.probes import matrix_rate
 
@@ -347,7 +346,7 @@ def test_only_models_that_see_are_listed_where_that_is_asked_for() -> None:
     ],
 )
 def test_what_a_person_reads_is_in_the_unit_of_device(asked: list[str]) -> None:
-    """GB are 10^9 bytes, as `localllm device` prints them: one machine, one unit."""
+    """All output uses GB of 10^9 bytes, as `localllm device` does."""
     shown = CliRunner().invoke(app, asked, env={"COLUMNS": "120"}).output
     assert " GB" in shown
     assert [line for line in shown.splitlines() if re.search(r"\d ?[KMGT]iB\b", line)] == []
@@ -395,7 +394,7 @@ def test_one_models_table_says_which_cache_is_not_f16() -> None:
 
 
 def test_points_are_compared_with_rated_models_only() -> None:
-    """A first pick that nobody rated has no points on the index that others could have less of."""
+    """If the first pick has no rating, other picks can't have fewer points than it."""
     plans = json.loads(run("--device", "RTX 4090", "--for", "autocomplete", "--json"))["plans"]
     first = plans[0]
     assert "no public score" not in first["why"]
@@ -413,7 +412,7 @@ def test_the_lines_of_a_divided_plans_prompt_add_up() -> None:
 
 
 def test_what_one_machine_is_recommended_is_told_of_the_others_too() -> None:
-    """A dash means that it can't, not that something else ranks above it."""
+    """A dash means that the model does not fit, not that another one ranks higher."""
     said = run("--compare", "M4 Max 128GB", "DGX Spark", "--for", "coding")
     rows = said[said.index("tok/s of each machine's models") :]
     assert re.search(r"Qwen3\.6 35B-A3B +\d+ +\d+\n", rows)

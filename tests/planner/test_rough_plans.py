@@ -1,4 +1,4 @@
-"""A short answer completes only the plans that it shows: they are those of a detailed answer."""
+"""A short answer completes only the plans that it shows. They equal those of a detailed answer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is shown of all that fits, and what is said of it: evidence, listed files, nothing that
-another pick matches."""
+"""The selection from all plans that fit, and its reasons: evidence, listed files, and no pick that
+another one equals or beats."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from planner import golden_picks
 BY_ID = catalog.load().by_id
 MODELS = catalog.load().models
 JUDGED = golden_picks.judged()
-# Where nothing meets the purpose there is nothing to look at.
+# Without a pick for the purpose, there is no answer to check.
 ASKED = [asked for asked, (pick, _) in JUDGED.items() if pick != golden_picks.NOTHING]
 
 
 @functools.cache
 def answers(machine: str, what: str) -> Recommendation:
-    """Several tests look at the same ones."""
+    """Return the cached recommendation, which several tests use."""
     return recommend(resolve(machine), MODELS, golden_picks.WORKLOADS[what])
 
 
 @pytest.mark.parametrize("machine", golden_picks.MACHINES)
 def test_first_picks_are_those_that_were_judged(machine: str) -> None:
-    """`python tests/planner/golden_picks.py` writes the file anew; what moved is judged again, in
-    the file."""
+    """`python tests/planner/golden_picks.py` rewrites the file. Changed picks must be reviewed
+    again, in the file."""
     for what in golden_picks.WORKLOADS:
         pick, reason = JUDGED[machine, what]
         assert pick == golden_picks.picked(answers(machine, what).plans), what
@@ -46,7 +46,8 @@ def test_first_picks_are_those_that_were_judged(machine: str) -> None:
 
 @pytest.mark.parametrize(("machine", "what"), ASKED)
 def test_first_is_rated_listed_and_sound(machine: str, what: str) -> None:
-    """Where such a one has any points; one of none is no answer, and the rank decides."""
+    """This holds if a rated and listed model has at least 0 points. With fewer points it is not
+    useful, and the rank decides."""
     plans = answers(machine, what).plans
     sure = [p for p in plans if p.is_rated and not p.variant.is_estimate and p.quality >= 0]
     assert not sure or plans[0] in sure
@@ -75,8 +76,8 @@ def test_what_its_maker_alone_has_rated_is_not_first_where_others_rated_somethin
 
 
 def test_completions_are_rated_by_how_well_holes_are_filled() -> None:
-    """A StarCoder2 of 3 billion weights fills 9.9 % of the lines that hang on other files, a
-    Qwen2.5-Coder of 3 44.9 %; a chat model's index says nothing of it."""
+    """StarCoder2 3B fills 9.9 % of the lines that depend on other files, Qwen2.5-Coder 3B 44.9 %. A
+    chat model's index is no evidence for this purpose."""
     coder, star, granite = (
         BY_ID[m] for m in ("qwen2.5-coder-3b-instruct", "starcoder2-3b", "granite-4.2-30b")
     )
@@ -103,8 +104,8 @@ def test_a_makers_own_claim_says_less_than_the_same_of_others() -> None:
 
 
 def test_more_room_is_used_for_a_larger_file_while_the_speed_is_kept() -> None:
-    """Two 3090s hold more of the same model than one card of 24 GB, that more than one of 16, and
-    all of them keep 20 tok/s."""
+    """Two 3090s hold a larger file of the same model than one card of 24 GB, which holds a larger
+    one than 16 GB. All of them reach 20 tok/s."""
     lost = []
     for machine in ("RTX 4070 Ti SUPER", "RTX 3090", "2x RTX 3090"):
         first = answers(machine, "chat").plans[0]
@@ -117,7 +118,7 @@ def test_more_room_is_used_for_a_larger_file_while_the_speed_is_kept() -> None:
 
 @pytest.mark.parametrize("machine", ["Strix Halo 128GB", "DGX Spark"])
 def test_heads_that_draft_bring_a_dense_model_before_a_fast_mixture(machine: str) -> None:
-    """At 256 GB/s a dense 27B thinks for a minute; with its heads, which its files carry, for half
+    """At 256 GB/s a dense 27B thinks for a minute. With the draft heads in its files it takes half
     of that."""
     first = answers(machine, "chat").plans[0]
     assert (first.model.id, first.settings.drafter.name) == ("qwen3.8-27b", "mtp")
@@ -140,7 +141,8 @@ def test_a_model_of_short_context_is_not_offered_for_long_documents() -> None:
 
 
 def no_worse(one: Plan, other: Plan) -> list[tuple[float, float]]:
-    """(one's, other's) of everything a row shows, as figures of which more is better."""
+    """Return pairs of all figures in a row, as (one's, other's). Higher is better for each
+    figure."""
     return [
         (one.quality, other.quality),
         (one.decode_tok_s.value, other.decode_tok_s.value),
@@ -200,7 +202,7 @@ def test_what_nobody_has_rated_is_not_first_where_a_rated_one_is_near(machine: s
 
 @pytest.mark.parametrize("machine", ["RTX 3060 12GB", "Strix Halo 128GB"])
 def test_behind_the_first_what_is_sound_stands_in_the_order_of_its_score(machine: str) -> None:
-    """One sum of points decides, so that whatever fits besides never makes an answer worse."""
+    """One sum of points decides the order, so additional plans never make an answer worse."""
     plans = recommend(resolve(machine), MODELS, golden_picks.WORKLOADS["coding"], limit=0).plans
     keys = [(quality.format_cost(p.model, p.variant) > 3.0, -p.score) for p in plans[1:]]
     assert keys == sorted(keys)
@@ -244,7 +246,7 @@ def test_what_nobody_has_rated_says_so_and_is_never_the_best() -> None:
     ("purpose", "better"), [("chat", "gemma-4-26b-a4b-it"), ("coding", "qwen3.6-35b-a3b")]
 )
 def test_coding_is_judged_by_evidence_about_coding(purpose: Purpose, better: str) -> None:
-    """SWE-bench Verified: 17.4 % of the one, 73.4 % of the other."""
+    """SWE-bench Verified: 17.4 % for the first, 73.4 % for the second."""
     pair = ("gemma-4-26b-a4b-it", "qwen3.6-35b-a3b")
     ratings = {m: quality.rate(BY_ID[m], purpose) for m in pair}
     assert max(pair, key=lambda m: ratings[m].points) == better
@@ -261,7 +263,8 @@ def test_scores_of_different_versions_of_a_benchmark_are_not_compared() -> None:
 
 
 def test_an_index_of_an_older_version_says_less_and_nothing_beside_a_newer_one() -> None:
-    """Gemma 4's index was copied in June, Qwen3.8's in September: one name, two scales."""
+    """Gemma 4's index was copied in June, Qwen3.8's in September. The two have one name but
+    different scales."""
     gemma = BY_ID["gemma-4-26b-a4b-it"]
     index = next(q for q in gemma.quality if "Intelligence Index" in q.benchmark)
     assert "older version" in quality.rate(gemma).basis
@@ -276,7 +279,7 @@ def test_an_index_of_an_older_version_says_less_and_nothing_beside_a_newer_one()
 def test_a_file_that_lost_much_to_its_format_is_behind_every_sound_one(
     machine: str, what: str
 ) -> None:
-    """Two bits of a 27B before five of a 9B is not what anybody who uses both would run."""
+    """A 27B with two bits must not rank before a 9B with five."""
     plans = answers(machine, what).plans
     poor = [quality.format_cost(p.model, p.variant) > 3.0 for p in plans]
     assert poor == sorted(poor)
@@ -285,7 +288,7 @@ def test_a_file_that_lost_much_to_its_format_is_behind_every_sound_one(
 
 def test_a_published_loss_of_a_format_goes_before_a_curve_through_its_bits() -> None:
     """Llama-3-8B: 6.2316 at 16 bits, 9.7516 at Q2_K (ln 0.448); 6.2316 + 1.6321 at Q3_K_S. The
-    curve says 0.26 and 0.14."""
+    curve gives 0.26 and 0.14."""
     model = BY_ID["llama-3.1-8b-instruct"]
     like = model.variants[0]
     lost = {
@@ -310,8 +313,8 @@ def test_what_fits_only_tightly_is_not_first_where_a_plan_with_room_is_near() ->
 
 
 def test_speed_beyond_what_feels_good_does_not_outrank_quality() -> None:
-    """On a 12 GB card a 9B that answers at 44 tokens/s goes before a 4B that does at 66, which the
-    index places lower."""
+    """On a 12 GB card, a 9B at 44 tokens/s ranks before a 4B at 66, which has fewer points in the
+    index."""
     plans = answers("RTX 3060 12GB", "chat").plans
     assert plans[0].model.id == "qwen3.5-9b"
 

@@ -1,5 +1,5 @@
-"""A share of every layer on each machine: what lies on each, how fast it is, and who can share
-what."""
+"""A share of every layer on each machine: the bytes on each, the speed, and the possible
+combinations of models and machines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_more_machines_hold_less_each_and_are_faster_but_never_as_much_as_they_a
         speeds.append(plan.decode_tok_s.value)
         assert plan.decode_tok_s.low <= plan.decode_tok_s.value <= plan.decode_tok_s.high
         assert plan.decode_tok_s.value <= n * plan.alone_tok_s
-    # What every machine has whole is a small part of these.
+    # The parts that every machine stores in full are small for these models.
     assert needs[0] / 2 < needs[1] < 0.6 * needs[0]
     assert needs[1] / 2 < needs[2] < 0.65 * needs[1]
     assert speeds[0] < speeds[1] < 2 * speeds[0]
@@ -106,7 +106,7 @@ def test_the_command_shows_both_ways_to_use_two_macs() -> None:
 
 
 def test_published_rows_are_in_the_range_or_said_to_be_too_fast() -> None:
-    """Two rows are no law: docs/many-machines.md has both, with their errors."""
+    """Two rows are too few for a formula: docs/many-machines.md lists both, with their errors."""
     shared = [r for r in compared() if r.shared]
     assert len(shared) >= 2
     assert all(0 < r.error < 0.5 for r in shared)

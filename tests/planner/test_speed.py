@@ -1,5 +1,5 @@
-"""Predicted speeds: textbook bounds, the shipped table against the rows it was fitted to, and what
-a measurement changes."""
+"""Predicted speeds: textbook bounds, the shipped table compared with the rows it was fitted to, and
+the effects of a measurement."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_qwen3_8b_prompt_of_40k_is_bound_by_its_matrices(
     matrices = 2 * m.params_active * 40_000 / (tflops * 1e12)
     assert matrices == pytest.approx(seconds, rel=0.15)
     predicted = speed.prefill(resolve(machine), m, bf16(m), prompt_tokens=40_000)
-    # Attention over 40k tokens adds most as much again, and no kernel reaches the datasheet.
+    # Attention over 40k tokens takes about as long again, and no kernel reaches the datasheet's
+    # rate.
     assert 40_000 / predicted.value > matrices
 
 
@@ -130,7 +131,7 @@ def test_the_shipped_table_reproduces_published_decode_speeds() -> None:
             decoding = row["test"].startswith("tg") or row["test"] == "decode"
             if m is None or not row["file_bytes"] or not decoding or float(row["batch"]) != 1:
                 continue
-            # The table is for today's engines; of one M2 Max nothing is learnt
+            # The table is for today's engines. The fit excludes one M2 Max
             # (benchmarks/planner_fit/rows.py).
             if row["era"] != "2026" or (
                 row["device"] == "Apple M2 Max" and "mac-llm-bench" in row["source"]
@@ -147,8 +148,8 @@ def test_the_shipped_table_reproduces_published_decode_speeds() -> None:
             (deep if float(row["depth"] or 0) >= 8192 else short).append(error)
     assert len(short) > 200
     assert len(deep) > 80
-    # Rows the table was learnt from. Coefficients are chosen by rows left out
-    # (benchmarks/planner_fit.md): three times as many fit these to 3 %, and the left-out ones no
+    # The table was fitted to these rows. The number of coefficients was chosen with left-out rows
+    # (benchmarks/planner_fit.md): three times as many fit these rows to 3 %, but left-out rows no
     # better.
     assert statistics.median(short) <= 0.06
     assert statistics.median(deep) <= 0.07
@@ -157,13 +158,13 @@ def test_the_shipped_table_reproduces_published_decode_speeds() -> None:
 
 @pytest.mark.parametrize(("card", "tflops"), [("RX 580", 6.2), ("RX 5700 XT", 19.5)])
 def test_an_old_radeon_multiplies_as_its_data_sheet_says(card: str, tflops: float) -> None:
-    """None of them is the graphics of a processor of today, which two measurements stand for."""
+    """None of these is a current integrated GPU, whose figures come from two measurements."""
     assert efficiency.nominal_tflops(resolve(card))[0] == pytest.approx(tflops, rel=0.05)
 
 
 def test_an_rx_580s_prompts_are_in_the_range() -> None:
-    """346.8 tok/s of 512 tokens by Vulkan (https://github.com/geerlingguy/ai-benchmarks/issues/20,
-    February 2025)."""
+    """346.8 tok/s for 512 tokens with Vulkan
+    (https://github.com/geerlingguy/ai-benchmarks/issues/20, February 2025)."""
     m = model("llama-3.2-3b-instruct")
     said = speed.prefill(resolve("RX 580"), m, variant(m, "Q4_K_M"), prompt_tokens=512)
     assert said.low <= 346.8 <= said.high
@@ -171,8 +172,8 @@ def test_an_rx_580s_prompts_are_in_the_range() -> None:
 
 
 def test_sparse_attentions_indexer_goes_over_the_whole_context() -> None:
-    """Qwen3.8-Flash-Next on an M5 Max: 20.7 tok/s at 131,072 tokens, which reading its cache does
-    not tell (https://github.com/ggml-org/llama.cpp/pull/28349)."""
+    """Qwen3.8-Flash-Next on an M5 Max decodes at 20.7 tok/s at 131,072 tokens. Reading its cache
+    does not explain this (https://github.com/ggml-org/llama.cpp/pull/28349)."""
     m, files = model("qwen3.8-flash-next"), Variant("gguf", "IQ4_XS", "", (), 94_000_000_000)
     run = RunSettings(262_144).with_kv_type("q8_0")
     said = speed.decode(resolve("M5 Max 128GB"), m, files, run, depth=131_072)
@@ -272,16 +273,16 @@ def test_a_processors_prompts_are_as_fast_as_its_kernels_were_measured() -> None
     a, b, c = (speed.prefill(device, m, file) for device in (slow, assumed, fast))
     assert a.value < b.value < c.value
     assert c.value > 8 * a.value
-    # What was measured is known better than what was assumed.
+    # The range of a measured figure is narrower than that of an assumed one.
     assert "compute assumed" in b.basis
     assert "compute assumed" not in c.basis
     assert c.high / c.low < b.high / b.low
 
 
 def test_a_real_processors_prompts_and_tokens_in_both_layouts() -> None:
-    """Qwen3-8B Q4_K_M by llama-bench on two Zen cores with AVX-512 (512 tokens): 18.3 tok/s of
-    prompt and 7.8 of answer laid out anew, 34.8 and 7.1 as stored; the kernels and the memory as
-    measured on that machine."""
+    """Qwen3-8B Q4_K_M with llama-bench on two Zen cores with AVX-512 (512 tokens): 18.3 tok/s of
+    prefill and 7.8 of decode in the repacked layout, 34.8 and 7.1 as stored. Kernels and memory are
+    as measured on that machine."""
     m = model("qwen3-8b")
     device = replace(cpu(56.7), matrix_rates=ZEN)
     stored = replace(speed.USUAL, placement=Placement(layout="stored"))
@@ -293,16 +294,16 @@ def test_a_real_processors_prompts_and_tokens_in_both_layouts() -> None:
 
 
 def test_several_streams_of_a_processor_are_no_faster_than_its_kernels() -> None:
-    """Four streams behind 256 tokens each on the same two Zen cores, of files of true size as
-    stored: Qwen3-8B writes 7.9 tok/s in all where one stream has 6.7, Qwen3.5-35B-A3B 13.9 where
-    one has 11.7."""
+    """Four streams at a depth of 256 tokens each on the same two Zen cores, with full-size files as
+    stored: Qwen3-8B decodes at 7.9 tok/s in total and 6.7 with one stream, Qwen3.5-35B-A3B at 13.9
+    and 11.7."""
     device = replace(cpu(56.7), matrix_rates=ZEN)
     stored = replace(speed.USUAL, placement=Placement(layout="stored"))
     for name, four in (("qwen3-8b", 7.9), ("qwen3.5-35b-a3b", 13.9)):
         m = model(name)
         said = speed.decode(device, m, variant(m, "Q4_K_M"), stored, depth=256, n_sequences=4)
         assert said.low < four / 4 < said.high
-        # And so with the rows of a draft: on such a processor few of them pay.
+        # The same holds for the rows of a draft: on such a processor few of them pay off.
         (eight,) = drafting.verify_ratios(device, m, variant(m, "Q4_K_M"), [8], stored)
         assert eight > 4
 
@@ -367,7 +368,7 @@ def test_layers_in_system_memory_add_their_own_time() -> None:
         speed.decode(device, m, v, RunSettings(placement=Placement(gpu_layers=n))).value
         for n in (layers, round(0.9 * layers))
     )
-    assert 2.0 < whole / most < 4.0  # a tenth at 60 GB/s beside 1,008
+    assert 2.0 < whole / most < 4.0  # a tenth at 60 GB/s instead of 1,008
 
 
 # --- this machine's own figures -------------------------------------------------------------------
@@ -448,7 +449,7 @@ def test_drafting_pays_for_a_dense_giant_and_not_for_a_small_mixture() -> None:
 
 
 def test_a_laptops_power_limit_is_in_the_range_and_said() -> None:
-    """RTX 3080 Ti Laptop held to 115 W: 14.8 tok/s (github.com/sudoingX/qwen38-mtp, pull request
+    """RTX 3080 Ti Laptop limited to 115 W: 14.8 tok/s (github.com/sudoingX/qwen38-mtp, pull request
     56)."""
     m = CATALOG.by_id["qwen3.8-27b"]
     file = Variant("gguf", "UD-Q3_K_XL", "", (), 14_500_000_000)

@@ -1,5 +1,5 @@
-"""Several sequences and several cards are never slower than one, and larger weights on a DGX Spark
-are read at a smaller share of its memory's rate."""
+"""Several sequences or cards are never slower than one. On a DGX Spark, larger weights are read at
+a smaller share of its memory bandwidth."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLED = random.Random(86).sample(ROWS, 25)
 
 
 def files(model_id: str, device: Device) -> list[tuple[Model, Variant]]:
-    """A GGUF of about four bits, and an MLX folder where the device runs MLX."""
+    """Return a GGUF with about four bits, and an MLX folder if the device runs MLX."""
     model = CATALOG.by_id[model_id]
     formats = ("gguf", "mlx") if device.accelerator == "metal" else ("gguf",)
     found = [
@@ -47,8 +47,9 @@ def test_several_streams_never_give_less_than_one(row: parts_table.DeviceRow) ->
 
 
 def test_two_cards_read_the_parts_of_a_long_prompt_at_the_same_time() -> None:
-    """556, 810 and 870 tok/s of 512, 2,048 and 4,096 tokens on two RTX 3060, in micro-batches of
-    512 (llama-bench b10453). One micro-batch passes the cards one after the other."""
+    """On two RTX 3060, prompts of 512, 2,048 and 4,096 tokens run at 556, 810 and 870 tok/s with
+    micro-batches of 512 (llama-bench b10453). One micro-batch passes the cards one after the
+    other."""
     model = CATALOG.by_id["qwen3.8-27b"]
     variant = next(v for v in model.variants if v.quant == "UD-Q4_K_XL")
     one = resolve("RTX 3060 12GB")
@@ -76,7 +77,7 @@ def test_layers_in_system_memory_stop_the_cards_from_working_at_the_same_time() 
 
 
 def test_a_spark_reads_larger_weights_at_a_smaller_share_of_its_rate() -> None:
-    """A 32B in Q4_K_M decodes at 10.2 tok/s by two sources, a 27B at 10.7 and 11.3."""
+    """A 32B in Q4_K_M decodes at 10.2 tok/s in two sources, a 27B at 10.7 and 11.3."""
     spark = resolve("DGX Spark")
     shares = []
     for model_id in ("qwen3-1.7b", "qwen3-8b", "qwen3-32b"):

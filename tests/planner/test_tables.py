@@ -1,5 +1,5 @@
-"""Tables of which a token reads a few rows stay on the disk: planned so, loaded so, predicted, and
-warned about."""
+"""Tables of which a token reads only a few rows stay on the disk: in the plan, in the load, in the
+prediction, and in a warning."""
 
 from __future__ import annotations
 
@@ -51,14 +51,15 @@ def test_beside_a_card_the_table_leaves_system_memory() -> None:
 
 
 def test_without_the_disk_it_would_not_fit() -> None:
-    """128 GB of a Strix Halo hold the 77 GiB that are left, and 64 GB beside a card its experts."""
+    """The 128 GB of a Strix Halo hold the remaining 77 GiB, and 64 GB of RAM with a card hold the
+    experts."""
     assert planned("Strix Halo 128GB").fits == "yes"
     assert planned("RTX 4090 + 64GB RAM").fits == "split"
 
 
 def test_the_measured_speed_is_in_the_range() -> None:
-    """One DGX Spark, table cold and warm: 34.1 to 39.7 tokens/s (the same source, pull requests 79
-    to 81)."""
+    """One DGX Spark with the table cold and warm: 34.1 to 39.7 tokens/s (same source, pull requests
+    79 to 81)."""
     decode = planned("DGX Spark").decode_tok_s
     assert decode.low <= 37 <= decode.high
 

@@ -1,5 +1,4 @@
-"""How long one waits for an answer: thoughts count, and a prompt that takes minutes is not fast
-enough."""
+"""Time to an answer: reasoning counts, and a prompt that takes minutes is too slow."""
 
 from __future__ import annotations
 
