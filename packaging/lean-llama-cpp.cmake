@@ -1,13 +1,13 @@
-# Makes llama-cpp-python's build shorter. Read by llama.cpp's CMakeLists.txt through CMAKE_PROJECT_llama_cpp_INCLUDE; a
-# variable stands before the option it sets.
+# Shorten llama-cpp-python's build. llama.cpp's CMakeLists.txt reads this file through CMAKE_PROJECT_llama_cpp_INCLUDE. Each
+# variable is set before the option with the same name is declared.
 
 include("${CMAKE_CURRENT_LIST_DIR}/../localllm/setup/compiler_faults.cmake")
 
-# Its library for command-line tools, a quarter of the build, is never loaded.
+# llama.cpp's library for command-line tools is a quarter of the build and is never loaded.
 set(LLAMA_BUILD_COMMON OFF)
 
-# What runs once for a model or a picture is compiled with -O1, in two thirds of the time: how each architecture's graph is
-# laid out, loading, quantizing, and what prepares pictures. What runs for each token keeps -O3, as all of ggml does.
+# Code that runs once per model or picture is compiled with -O1, in two thirds of the time: graph construction, loading,
+# quantizing, and image preprocessing. Code that runs for each token keeps -O3, like all of ggml.
 function(localllm_cold_code)
   if(NOT CMAKE_CXX_COMPILER_ID MATCHES "GNU|Clang")
     return()

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes everything a release carries, in dist/: sdist, wheel, man pages and completions, the formula, and the SBOM.
-# `release.sh [URL]`: where the sdist will be downloaded from. Needs the tools of packaging/release-tools.txt in PYTHON.
+# Create all files of a release in dist/: sdist, wheel, man pages and completions, the formula, and the SBOM.
+# `release.sh [URL]`: the future download address of the sdist. PYTHON needs the tools of packaging/release-tools.txt.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -14,12 +14,12 @@ die() { printf 'error: %s\nhint: %s\n' "$1" "$2" >&2; exit 1; }
 "$PYTHON" -c 'import build, cyclonedx_py, localllm' 2>/dev/null ||
 	die "$PYTHON lacks what makes a release" "$PYTHON -m pip install -e . -r packaging/release-tools.txt"
 VERSION=$("$PYTHON" -c 'import localllm; print(localllm.__version__)')
-# A wheel of a name that is somebody else's on the index would be installed over theirs, or theirs over ours.
+# If another project on the index owns the name, its wheel would replace ours, or ours would replace it.
 NAME=$("$PYTHON" -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["name"])')
 if [ -z "${NAME_IS_OURS:-}" ] && "$PYTHON" -m pip --disable-pip-version-check index versions "$NAME" >/dev/null 2>&1; then
 	die "the package index has a distribution $NAME" "set another name in pyproject.toml, or NAME_IS_OURS=1 if that one is ours"
 fi
-# The day of the newest commit: two builds of it are the same, byte for byte.
+# The date of the newest commit, so that two builds of it are identical, byte for byte.
 SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)}
 export SOURCE_DATE_EPOCH
 
@@ -38,7 +38,7 @@ SHA256=$("$PYTHON" -c 'import hashlib, sys; print(hashlib.file_digest(open(sys.a
 URL=${1:-$HOMEPAGE/releases/download/v$VERSION/localllm-$VERSION.tar.gz}
 sed -e "s|@URL@|$URL|; s|@SHA256@|$SHA256|; s|@HOMEPAGE@|$HOMEPAGE|" packaging/homebrew/localllm.rb.in >"$OUT/localllm.rb"
 
-# What is installed beside localllm in an environment that has nothing else: its own dependencies, exactly.
+# The packages in an environment with localllm alone: exactly its dependencies.
 say "the SBOM, of a clean environment with the newest dependencies"
 "$PYTHON" -m venv "$OUT/sbom-env"
 "$OUT/sbom-env/bin/python" -m pip --disable-pip-version-check install --quiet "$OUT/localllm-$VERSION-py3-none-any.whl"

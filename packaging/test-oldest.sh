@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs the tests on the oldest Python and the oldest dependencies that pyproject.toml allows, in an environment of their own.
-# `test-oldest.sh tests/server -x` hands its arguments to pytest. PIP_FIND_LINKS=DIR saves the build of llama-cpp-python.
-# Extras that ask for more than the other floors are tested after them, in a second environment.
+# Run the tests with the oldest Python and dependencies that pyproject.toml allows, in a separate environment.
+# `test-oldest.sh tests/server -x` passes its arguments to pytest. PIP_FIND_LINKS=DIR saves the build of llama-cpp-python.
+# Extras that need newer versions than the other minimums are tested afterwards, in a second environment.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -16,7 +16,7 @@ die() { printf 'error: %s\nhint: %s\n' "$1" "$2" >&2; exit 1; }
 [ "$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = 3.11 ] ||
 	die "$PYTHON is not Python 3.11, the oldest that localllm supports" "name one: make test-oldest PYTHON=/path/to/python3.11"
 
-# The two lists must not drift apart: a floor that nobody installs is a guess.
+# The two lists must be equal: a minimum version that is never installed is a guess.
 "$PYTHON" packaging/floors.py
 
 # environment FOLDER EXTRAS CONSTRAINTS

