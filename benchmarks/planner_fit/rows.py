@@ -129,6 +129,15 @@ SUSPECTS = (
         "vulkan", "Q4_K_M", "llama-3.3-70b-instruct",
     ),
     Doubt(
+        ("AMD Ryzen AI Max+ 395 (Strix Halo, Radeon 8060S)",),
+        "llama.cpp/discussions/10879",
+        "a 7B's prompt under Vulkan on Strix Halo in llama.cpp's scoreboard (1,289 tok/s without flash attention): it is that of "
+        "AMD's own driver, which AMD gave up in September 2025 and which reads this file at 325 to 350 tok/s with builds of 2026. "
+        "Another owner of the chip had 1,306 to 1,325 with that driver from August to October 2025, and 869 to 1,006 with Mesa's, "
+        "whose figures are in the data (kyuz0/amd-strix-halo-toolboxes)",
+        "vulkan", "Q4_0", "llama-2-7b",
+    ),
+    Doubt(
         ("Apple M2 Pro",), "Rapid-MLX",
         "Qwen3.6-27B's 2 bits on an M2 Pro (prompts): a third more arithmetic a second than the chip's GPU has, and 3.5 times "
         "its 4 bits in the same table",
