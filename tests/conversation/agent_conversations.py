@@ -1,5 +1,7 @@
-"""Fifteen ordinary conversations of agents, as their clients send them, and plain Jinja to compare
-a rendering with."""
+"""Fifteen ordinary conversations in the form that agents' clients send, and plain Jinja.
+
+Tests compare our rendering with that of plain Jinja.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 BOS, EOS = "<s>", "</s>"
-LARGEST = 9007199254740991  # 2**53 - 1: what zod and TypeScript's clients write for "any integer"
+LARGEST = 9007199254740991  # 2**53 - 1: "any integer" in zod and TypeScript clients
 WEATHER = {
     "type": "function",
     "function": {
@@ -53,8 +55,10 @@ TOOLS = [WEATHER, RUN]
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a client sends: messages, and tools where it has any. `words` are texts that the prompt
-    must hold."""
+    """A client's messages, and its tools if any.
+
+    `words` are texts that the prompt must contain.
+    """
 
     name: str
     messages: list[dict[str, Any]]
@@ -221,7 +225,7 @@ _CONVERSATIONS = (
 
 
 def conversations() -> list[Conversation]:
-    """All of them, fresh: whoever changes one changes nobody else's."""
+    """Return new copies of all conversations, which a test may change."""
     return copy.deepcopy(list(_CONVERSATIONS))
 
 
@@ -234,8 +238,10 @@ class _Generation(Extension):
 
 
 def plain_jinja(source: str, messages: Any, tools: Any, **variables: Any) -> str:
-    """What Jinja with the settings of Hugging Face's `apply_chat_template` makes of it; raises what
-    Jinja raises."""
+    """Render with Jinja and the settings of Hugging Face's `apply_chat_template`.
+
+    Raises Jinja's errors.
+    """
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )

@@ -1,5 +1,8 @@
-"""The law of every way to write calls: what a template writes for a call, its grammar accepts whole
-and then ends, and its reader returns the same call."""
+"""The round trip of a call in every format.
+
+The grammar accepts the complete call that a template writes, and then ends. The reader returns
+the same call.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,14 @@ from localllm.server.generation.prompt import Prompt, ResponseOptions, build_pro
 Calls = Sequence[tuple[str, Mapping[str, Any]]]
 
 ASKED = "What (now)?"
-# What stands behind the last call: the tokens that end a turn, and headers of the next one.
+# Text after the last call: the tokens that end a turn, and headers of the next one.
 _AFTERWARDS = re.compile(r"(?:\s|<[^<>]*>|\[e~\[|<\|close\|>message<\|sep\|>)*")
-# A message's header, which the model writes as it likes.
+# A message's header, which the grammar leaves to the model.
 _HEADER = re.compile(r"[^{\n]*<\|message\|>")
 
 
 class LawError(AssertionError):
-    """A call that is written in one way and held or read in another."""
+    """A call is not written, constrained and read in the same way."""
 
 
 def obeyed(
@@ -47,8 +50,10 @@ def obeyed(
     calls: Calls,
     prompt: Prompt | None = None,
 ) -> str:
-    """Check the law for `calls` of `tools` in one turn; returns the text that was checked. `prompt`
-    is the plan for `tools`, where it is known. Raises LawError."""
+    """Check the round trip of `calls` of `tools` in one turn, and return the checked text.
+
+    `prompt` is the plan for `tools`, if the caller has it. Raises LawError.
+    """
     prompt = prompt or planned(template, tools)
     turn = written(template, tools, calls, prompt)
     said = held(prompt.answer.calls, turn)
@@ -57,7 +62,7 @@ def obeyed(
 
 
 def planned(template: ChatTemplate, tools: Sequence[dict[str, Any]]) -> Prompt:
-    """The server's own plan of an answer that may call `tools`."""
+    """Return the server's own plan of an answer that may call `tools`."""
     asked = normalise([{"role": "user", "content": ASKED}])
     return asyncio.run(
         build_prompt(template, asked, ResponseOptions(tools=tools, choice=Choice("auto")))
@@ -67,7 +72,7 @@ def planned(template: ChatTemplate, tools: Sequence[dict[str, Any]]) -> Prompt:
 def written(
     template: ChatTemplate, tools: Sequence[dict[str, Any]], calls: Calls, prompt: Prompt
 ) -> str:
-    """What the template writes for the assistant's turn, from the first call on."""
+    """Return the template's text of the assistant's turn, starting at the first call."""
     sent = [
         {
             "id": f"call0000{i}",
@@ -81,7 +86,7 @@ def written(
         {"role": "assistant", "content": "", "tool_calls": sent},
     ]
     whole = template.render(normalise(turns), tools=tools, add_generation_prompt=False)
-    # An id is any nine letters; where the server writes one itself, these.
+    # An id is any nine letters. If the server writes the id itself, it writes zeros.
     turn = re.sub(
         r"\[CALL_ID\]\w{9}", "[CALL_ID]000000000", whole[whole.rindex(ASKED) + len(ASKED) :]
     )
@@ -95,7 +100,10 @@ def written(
 
 
 def held(starts: Mapping[str, GrammarTrigger], turn: str) -> str:
-    """The part of `turn` that the grammars took, which is every call in it. Raises LawError."""
+    """Return the part of `turn` that the grammars accepted, which is every call in it.
+
+    Raises LawError.
+    """
     rest, again = turn, True
     while (found := _opening(starts, rest))[0] >= 0:
         at, opening = found
@@ -129,8 +137,10 @@ _matcher = lru_cache(64)(matcher)
 
 
 def taken_by(state: LLMatcher, text: str, control: Sequence[str]) -> int:
-    """How many letters of `text` the grammar takes, `control` tokens as such, as long as it has not
-    ended."""
+    """Return how many characters of `text` the grammar accepts until it ends.
+
+    `control` texts are passed as control tokens.
+    """
     taken = 0
     for piece in re.findall("|".join([*map(re.escape, control), "(?s:.)"]), text):
         ids = ids_of(piece) if piece in control else list(piece.encode())
@@ -142,8 +152,10 @@ def taken_by(state: LLMatcher, text: str, control: Sequence[str]) -> int:
 
 
 def check_read(reply: ReplyFormat, said: str, calls: Calls) -> None:
-    """Raises LawError where `said`, whole or by letters, is not read as `calls` and nothing
-    else."""
+    """Raise LawError unless `said` is read as `calls` and no other text.
+
+    It is read in one piece and character by character.
+    """
     said = said.removeprefix(reply.lead)
     if reply.thinking and reply.think is not None:
         said = reply.think[1] + said
@@ -155,14 +167,14 @@ def check_read(reply: ReplyFormat, said: str, calls: Calls) -> None:
 
 
 def same(found: Any, wanted: Any) -> bool:
-    """Equal, and of the same types: 1 is not true, nor 1.0."""
+    """Return whether both are equal and of the same types: 1 equals neither true nor 1.0."""
     return json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)
 
 
 def told(
     reply: ReplyFormat, pieces: Sequence[str], cut: bool = False
 ) -> tuple[str, str, list[tuple[str, str]]]:
-    """Answer, reasoning and calls of a reply that comes in `pieces`, arguments as their text."""
+    """Return the answer, reasoning and calls of a reply in `pieces`, with arguments as text."""
     parser = ReplyParser(reply)
     deltas: list[Delta] = [d for piece in pieces for d in parser.feed(piece)] + parser.close(cut)
     calls: list[tuple[str, str]] = []
@@ -178,7 +190,7 @@ def told(
 def read(
     reply: ReplyFormat, pieces: Sequence[str], cut: bool = False
 ) -> tuple[str, str, list[tuple[str, Any]]]:
-    """What `told` gives, with arguments read; those that are no JSON stay text."""
+    """Return the result of `told` with parsed arguments. Invalid JSON stays text."""
     text, thought, calls = told(reply, pieces, cut)
     return text, thought, [(n, _arguments(a)) for n, a in calls]
 
@@ -191,6 +203,9 @@ def _arguments(text: str) -> Any:
 
 
 def _opening(starts: Mapping[str, GrammarTrigger], text: str) -> tuple[int, str]:
-    """Where the first opening stands, of two at one place the longer; -1 where none does."""
+    """Return the position and text of the first opening, or -1 if there is none.
+
+    Of two at the same position, the longer is returned.
+    """
     found = [(at, -len(o), o) for o in starts if (at := text.find(o)) >= 0]
     return (min(found)[0], min(found)[2]) if found else (-1, "")

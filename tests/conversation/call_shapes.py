@@ -1,4 +1,4 @@
-"""Calls of every shape an argument has, and what a template can't write of them."""
+"""Calls with arguments of every shape, and the shapes that a template cannot write."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PARAMETERS = {
 
 
 def tools(parameters: dict[str, Any]) -> list[dict[str, Any]]:
-    """Two tools that take `parameters`."""
+    """Return two tools that take `parameters`."""
     return [
         {
             "type": "function",
@@ -48,7 +48,7 @@ def tools(parameters: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 TOOLS = tools(PARAMETERS)
-# For templates that write schemas down themselves and know types alone.
+# For templates that write schemas in their own syntax and support only types.
 PLAIN_TOOLS = tools(
     {"type": "object", "properties": {k: PROPERTIES[k] for k in ("text", "path", "n", "x", "on")}}
 )

@@ -1,5 +1,7 @@
-"""A reduced chat template for each notation of calls, written from what the notation is: who has no
-published templates at hand still has one of each."""
+"""A reduced chat template for each format of calls, written from the format's definition.
+
+With these, every format is tested also without published templates.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ _MACROS = """\
 
 
 def _template(calls: str, opened: str = "<{}>", ended: str = "<end>") -> str:
-    """A template that writes `calls` for an assistant's calls."""
+    """Return a template that writes `calls` for an assistant's calls."""
     role, assistant = opened.format("{{ m.role }}"), opened.format("assistant")
     return (
         _MACROS
@@ -24,13 +26,13 @@ def _template(calls: str, opened: str = "<{}>", ended: str = "<end>") -> str:
 
 
 def _each(call: str, between: str = "") -> str:
-    """`call` for each call `c` of a turn."""
+    """Return Jinja that writes `call` for each call `c` of a turn."""
     joined = "{% if not loop.last %}" + between + "{% endif %}" if between else ""
     return "{% for t in m.tool_calls %}{% set c = t.function %}" + call + joined + "{% endfor %}"
 
 
 def _pairs(pair: str, between: str = "") -> str:
-    """`pair` for each argument `k`, `v` of a call."""
+    """Return Jinja that writes `pair` for each argument `k`, `v` of a call."""
     joined = "{% if not loop.last %}" + between + "{% endif %}" if between else ""
     return "{% for k, v in c.arguments.items() %}" + pair + joined + "{% endfor %}"
 

@@ -1,8 +1,9 @@
-"""Chat templates that want memory or time, made of what can be large (an operator), how large it
-is, and where it stands:
+"""Chat templates that demand much memory or time.
 
-python -m conversation.hostile_templates   # runs all within small limits and prints, as JSON, how
-                                           # each ended and what they took together
+Each combines a growing operator, a size and a place in the template.
+
+`python -m conversation.hostile_templates` runs all of them within small limits. It prints, as
+JSON, how each ended, and the memory and time that all took.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from localllm.limited_child import ChildLimits, LimitedChild, OverLimitError, Re
 
 PROGRAM = "localllm.conversation.sandbox"
 LIMITS = ChildLimits(cpu_s=0.03, memory_bytes=32 * 2**20, spare_bytes=32 * 2**20)
-# Of the places, for each operator.
+# The number of places tried for each operator.
 _TRIED = 5
 _SIZES = (20_000, 3_000_000, 400_000_000)
 _OPERATORS = (
@@ -43,7 +44,7 @@ _PLACES = (
     "{% set c = cycler(X, X) %}{% for i in range(99999) %}{{ c.next() }}{% endfor %}",
     "{% set b %}{% for i in range(99999) %}{{ X }}{% endfor %}{% endset %}{{ b }}",
 )
-# What no operator makes: much source, deep source, and the hooks that the sandbox once had.
+# Sources that no operator makes: long, deeply nested, and using hooks that the sandbox once had.
 _SOURCES = (
     "{{" + "(" * 50_000 + "1" + ")" * 50_000 + "}}",
     "{{ a" + ".b" * 100_000 + " }}",
@@ -57,8 +58,10 @@ _SOURCES = (
 
 
 def templates() -> list[str]:
-    """Each operator in five of the seven places, other ones for the next, and the sizes in turn;
-    and the rest."""
+    """Return all sources: each operator in five of the seven places, and those without operators.
+
+    The places rotate from operator to operator, and so do the sizes.
+    """
     pairs = product(enumerate(_OPERATORS), enumerate(_PLACES))
     chosen = [(one, place) for (i, one), (j, place) in pairs if (i + j) % len(_PLACES) < _TRIED]
     return [
@@ -68,13 +71,14 @@ def templates() -> list[str]:
 
 
 def question(source: str) -> dict[str, object]:
-    """What the program is asked."""
+    """Return the input of the program."""
     messages = [{"role": "user", "content": "x"}]
     return {"source": source, "messages": messages, "tools": None, "variables": {}}
 
 
 def ending(child: LimitedChild, source: str) -> str:
-    """How it ends; whatever else is raised is no end that a template may have."""
+    """Return how the rendering ends. Any other error is raised, since a template must not cause
+    it."""
     try:
         child.ask(question(source))
     except OverLimitError:
@@ -85,7 +89,7 @@ def ending(child: LimitedChild, source: str) -> str:
 
 
 def taken() -> tuple[int, float]:
-    """The most bytes that a child process of ours has held, and the seconds that all computed."""
+    """Return the largest memory of any child process in bytes, and the processor time of all."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_maxrss * 1024, used.ru_utime + used.ru_stime
 

@@ -1,7 +1,9 @@
-"""What a template writes for a call, its grammar accepts whole and then ends, and its reader
-returns the same call: every template that llama.cpp's sources publish (name a source tree in
-LOCALLLM_LLAMA_CPP_SOURCE), and for everywhere else one reduced template of each notation, written
-here."""
+"""The round trip of a call in every format.
+
+The grammar accepts the complete call that a template writes, and then ends. The reader returns
+the same call. This is tested with every template that llama.cpp's sources publish (name a source
+tree in LOCALLLM_LLAMA_CPP_SOURCE), and always with one reduced template of each format.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools import FORMATS, detect_format
 
 PLAIN = set(PLAIN_TOOLS[0]["function"]["parameters"]["properties"])
-# Templates that write no calls of a history: a model's own words hold them.
+# Templates that write no calls of earlier turns: the calls are part of the message's text.
 SILENT = ("LFM2-8B-A1B", "LFM2.5-Instruct", "ibm-granite-granite-3.3-2B-Instruct")
-# Formats whose templates write the first call of a turn alone, or a turn for each.
+# Formats whose templates write only the first call of a turn, or one turn for each call.
 ONE_A_TURN = ("gigachat", "llama3", "harmony")
-# Templates that write down a schema themselves and have no end for one that says more than types.
+# Templates that write a schema in their own syntax and do not terminate for more than types.
 TYPES_ALONE = ("NousResearch-Hermes-2-Pro", "NousResearch-Hermes-3")
-# What a notation has no way to say, by template or format.
+# Arguments that a format cannot express, by template or format.
 UNSAYABLE: dict[str, dict[str, str]] = {
     "minimax_m3": dict.fromkeys(
         ("null", "null of an alternative", "empty object", "null in an object", "nested null"),
@@ -67,7 +69,10 @@ def test_every_format_has_a_reduced_template() -> None:
 
 
 def shapes_that_obey(name: str, style: str, template: ChatTemplate) -> list[str]:
-    """The law for every shape that the template can write; raises LawError."""
+    """Check the round trip of every shape that the template can write, and return the shapes.
+
+    Raises LawError.
+    """
     unsayable = {**UNSAYABLE.get(style, {}), **UNSAYABLE.get(name, {})}
     one = style in ONE_A_TURN
     plain = name.startswith(TYPES_ALONE)

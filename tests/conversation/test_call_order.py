@@ -1,5 +1,8 @@
-"""Parameters between tags come in the order the model writes them: none that is optional is lost
-for standing behind another, and none that is required may be left out."""
+"""Parameters between tags may come in any order that the model chooses.
+
+No optional parameter is lost if it follows another one, and no required parameter may be
+missing.
+"""
 
 from __future__ import annotations
 

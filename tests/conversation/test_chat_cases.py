@@ -1,8 +1,9 @@
-"""llama.cpp's own cases of reading an answer: how many of them our server's path reads alike, and
-how the file is read.
+"""llama.cpp's own cases of parsing an answer: how many of them our server reads alike.
 
-The cases are other people's and are not in this repository: name a llama.cpp source tree in
-LOCALLLM_LLAMA_CPP_SOURCE. `python -m benchmarks.chat_cases` prints each that fails.
+Other tests read the file of cases.
+
+The cases are not in this repository: name a llama.cpp source tree in LOCALLLM_LLAMA_CPP_SOURCE.
+`python -m benchmarks.chat_cases` prints each case that fails.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from benchmarks.cpp_cases import read_cases
 from localllm_catalog import families
 
 _SOURCE = os.environ.get("LOCALLLM_LLAMA_CPP_SOURCE")
-# Shares of the cases that must be read alike: of the catalog's families, and of all.
+# Minimum shares of cases that are read alike: among the catalog's families, and among all.
 _OF_CATALOG, _OF_ALL = 0.98, 0.97
 
 

@@ -1,5 +1,7 @@
-"""Leaving out the oldest turns of a conversation: what stays, what goes with what, and that a cut
-never moves back."""
+"""Leaving out the oldest turns of a conversation.
+
+The tests check which messages stay, which are removed together, and that a cut never moves back.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,11 @@ def _call(*ids: str) -> list[dict[str, Any]]:
 
 @st.composite
 def conversations(draw: st.DrawFn, late: bool = False) -> list[dict[str, Any]]:
-    """What clients send: system texts anywhere, questions, answers, rounds of calls with their
-    results in any order; `late` results come behind other messages, even behind the next
-    question."""
+    """Draw conversations as clients send them.
+
+    They have system texts anywhere, questions, answers, and rounds of calls with their results
+    in any order. With `late`, results come after other messages, even after the next question.
+    """
     messages: list[dict[str, Any]] = []
     open_calls: list[str] = []
     n = 0
@@ -70,7 +74,7 @@ def _compact(messages: list[dict[str, Any]], budget: int, fixed: int = 0) -> Com
 
 
 def _place(message: dict[str, Any]) -> str:
-    """The mark that says which message of the input this one is; "" for a note."""
+    """Return the marker with the message's index in the input, or "" for a note."""
     at = message["content"].find("<")
     return "" if at < 0 else message["content"][at : message["content"].index(">") + 1]
 
@@ -113,7 +117,7 @@ def test_whole_turns_go_oldest_first(messages: list[dict[str, Any]], budget: int
     assert earlier == sorted(earlier, reverse=True)
     rounds = [i in kept.dropped for i in spoken if i > newest]
     assert rounds == sorted(rounds, reverse=True)
-    if any(rounds):  # the newest turn is touched only when no other is left
+    if any(rounds):  # the newest turn is shortened only if no other is left
         assert all(
             i in kept.dropped for i in spoken if i < newest and messages[i]["role"] == "assistant"
         )
@@ -174,8 +178,11 @@ def test_an_untouched_conversation_is_sent_as_it_is() -> None:
 
 
 def test_the_cut_holds_for_several_turns_and_leaves_room() -> None:
-    """Turns of 20 tokens in a window for 40: each cut leaves 24, and the next comes when the 41st
-    is there."""
+    """A cut holds for several turns and leaves free space.
+
+    The turns have 20 tokens, and the context holds 40 of them. Each cut leaves 24 turns, and the
+    next cut comes with the 41st.
+    """
     messages: list[dict[str, Any]] = []
     cuts = []
     for _ in range(100):
@@ -201,14 +208,13 @@ def test_the_gap_is_named_in_the_question_beside_it() -> None:
     assert [m["role"] for m in kept.messages] == ["system", "user", "assistant", "tool"]
     assert kept.messages[1]["content"] == f"{note(2)}\n\n<new>\n\n{note(2)}"
     assert kept.messages[3]["content"] == "done"
-    assert messages[3]["content"] == "<new>"  # the caller's own are left alone
+    assert messages[3]["content"] == "<new>"  # the caller's messages are unchanged
 
 
 def test_reasoning_that_the_template_forgets_is_forgotten_here() -> None:
     messages = [_said("user", "<0>"), _said("assistant", "<1>"), _said("user", "<2>")]
     costs = [MessageCost(3), MessageCost(3, passing=500), MessageCost(3)]
-    # While the first answer is the newest turn its reasoning counts, and there is nothing to leave
-    # out.
+    # While the first answer is in the newest turn, its reasoning counts, and no older turn exists.
     assert not compact(messages, costs, fixed_tokens=0, budget_tokens=NOTE_TOKENS + 100).dropped
     costs[1] = MessageCost(503)
     assert compact(messages, costs, fixed_tokens=0, budget_tokens=NOTE_TOKENS + 100).dropped == {

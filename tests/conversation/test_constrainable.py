@@ -1,5 +1,7 @@
-"""A word of one tool's schema that no grammar can keep is left out by name: everything else is held
-as before."""
+"""A keyword of one tool's schema that no grammar can enforce is left out and named.
+
+All other keywords are enforced as before.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ def test_the_word_is_named_and_the_rest_is_held(template: str, word: str) -> Non
     state = matcher(start.grammar)
     assert state.validate_tokens(list(said.encode())) == len(said)
     assert state.validate_tokens(list(wrong.encode())) == len(wrong) - 1
-    assert state.validate_tokens(list(other.encode())) < len(other)  # the city must come
+    assert state.validate_tokens(list(other.encode())) < len(other)  # the city is required
 
 
 @pytest.mark.parametrize("word", HARD)
@@ -85,7 +87,7 @@ def test_a_call_that_is_required_is_held_as_well(word: str) -> None:
         prompt = built(HERMES, tools, choice=Choice("required"))
         assert prompt.ignored
         assert prompt.answer.grammar is not None
-        matcher(prompt.answer.grammar)  # asserts that it can be made
+        matcher(prompt.answer.grammar)  # fails if it cannot be compiled
 
 
 def test_an_answer_in_a_schema_or_a_call_is_held_as_well() -> None:

@@ -1,5 +1,7 @@
-"""A reply that a limit cut off, in every format and at every letter: no half call passes for a
-whole one, and nothing of a marker is shown."""
+"""Replies that a limit cuts, in every format and after every character.
+
+No partial call is returned as complete, and no part of a marker is shown.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def test_cut_at_any_letter_no_half_call_and_no_tag(writer: str, calls: Calls) ->
             text, thought, found = told(style, pieces, cut=True)
             complete = [(n, json.loads(a)) for n, a in found if whole(a)]
             assert complete == calls[: len(complete)], part
-            # What was streamed before the cut is half an object, which no client takes for
+            # The text streamed before the cut is half an object, which no client accepts as
             # arguments.
             assert len(found) - len(complete) <= 1, part
             assert (len(text) <= 2, thought) == (True, ""), part

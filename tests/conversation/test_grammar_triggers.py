@@ -1,5 +1,8 @@
-"""Calls a model begins itself: whatever the grammar behind the opening allows reads back as a call
-that its tool accepts; what the tool would refuse, the grammar refuses too."""
+"""Calls that a model begins itself, constrained by the grammar of their opening.
+
+Every text that this grammar allows is read as a call that its tool accepts. The grammar refuses
+every call that the tool would refuse.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ TOOLS: list[dict[str, Any]] = [
         },
     },
 ]
-# What tells a format's spellings apart stands in the template.
+# Texts of a template that select one of a format's variants.
 SPELLINGS = {"mistral": ("", "[ARGS]"), "deepseek": ("", "```json"), "glm": ("", "</arg_key>\n")}
 
 
@@ -69,7 +72,7 @@ CASES = [
     for f in FORMATS
     for template in SPELLINGS.get(f.name, ("",))
 ]
-# What stands before an opening that is not a reply's first marker, and before an answer.
+# The text before an opening that is not a reply's first marker, and before an answer.
 HEADERS = {
     "harmony": {" to=functions.": "<|start|>assistant"},
     "muse": {"<atem:function_calls>": "<|start|>assistant to=f<|message|>"},
@@ -106,7 +109,7 @@ TOKENIZER = LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), eos_token=[257])
 
 
 def ids_of(text: str) -> list[int]:
-    """`text` with its control tokens as such."""
+    """Return the ids of `text`, with control texts as control tokens."""
     ids: list[int] = []
     for piece in re.split("(" + "|".join(map(re.escape, CONTROL)) + ")", text):
         ids += [MARKER + CONTROL.index(piece)] if piece in CONTROL else list(piece.encode())
@@ -141,8 +144,10 @@ def is_allowed(mask: bytes, token: int) -> bool:
 
 @cache
 def walk(grammar: tuple[str, str], seed: int) -> str:
-    """Some text the grammar allows: single letters where anything goes, and the way out where there
-    is one."""
+    """Return a random text that the grammar allows.
+
+    It has single characters where any text is allowed, and ends as soon as it can.
+    """
     rng = random.Random(seed)
     state = matcher(grammar)
     said: list[int] = []
@@ -173,7 +178,7 @@ def walk(grammar: tuple[str, str], seed: int) -> str:
 
 
 def read(style: ToolFormat, pieces: list[str]) -> list[tuple[str, Any]]:
-    """The calls in a reply; fails where anything of it is shown as text."""
+    """Return the calls in a reply. Fail if any part of it is shown as text."""
     reader = style.reader
     parser = ReplyParser(
         ReplyFormat(
@@ -194,7 +199,7 @@ def read(style: ToolFormat, pieces: list[str]) -> list[tuple[str, Any]]:
 
 
 def check(name: str, arguments: Any) -> None:
-    """What the tools accept, in plain words."""
+    """Check a call against the rules of the tools, written in Python."""
     if name == "stop":
         assert arguments == {}
         return
@@ -220,7 +225,7 @@ def test_whatever_the_grammar_allows_reads_back_as_a_valid_call(
             text = opening + start.lead + walk(start.grammar, seed) + start.closing
             header = HEADERS.get(style.name, {}).get(opening, "")
             within = bool(before) and not header and not any(m in opening for m in style.markers)
-            # an opening of further calls stands behind a call
+            # an opening of further calls comes after a call
             reply = before + text if within else header + text
             calls = read(style, [reply])
             assert len(calls) > within, reply
@@ -285,7 +290,7 @@ def test_an_answer_in_a_schema_or_a_call(
 def test_a_grammar_refuses_what_the_tool_would_refuse(
     style: ToolFormat, template: str, starts: dict[str, GrammarTrigger]
 ) -> None:
-    """A call the grammar allows, and the same with a unit that the schema doesn't know."""
+    """The grammar accepts a call, but not the same call with a unit that the schema lacks."""
     for start in starts.values():
         if "unit" not in start.grammar[1]:
             continue  # the opening of the other tool
@@ -301,7 +306,7 @@ def test_a_grammar_refuses_what_the_tool_would_refuse(
         assert state.validate_tokens(ids_of(wrong)) < len(ids_of(wrong)), wrong
 
 
-# Text, or nothing: as zod's nullish() and Pydantic's Optional[str] have it.
+# A text or null: the form of zod's nullish() and Pydantic's Optional[str].
 @pytest.mark.parametrize(
     "kind", [{"anyOf": [{"type": "string"}, {"type": "null"}]}, {"type": ["string", "null"]}]
 )
@@ -337,7 +342,7 @@ def test_every_format_has_a_grammar_and_says_what_it_can_not_hold() -> None:
     for style in FORMATS:
         assert triggers_of(style, "", TOOLS)
         assert triggers_of(style, "", []) == {}
-    # Names that Python's notation or Gemma's has no room for.
+    # Names that the Python format and Gemma's format cannot express.
     odd = [{"type": "function", "function": {"name": "a(b", "parameters": {}}}]
     for name in ("lfm", "function_gemma", "gemma4"):
         assert triggers_of(by_name[name], "", odd) == {}

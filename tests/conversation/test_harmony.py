@@ -1,6 +1,8 @@
-"""gpt-oss's channels as they come, one token after the other with control tokens rendered:
-reasoning, answer and calls told apart, and nothing of a header is ever shown, wherever the stream
-is cut."""
+"""gpt-oss's channels, read token by token with control tokens rendered.
+
+Reasoning, answer and calls are separated, and no part of a header is ever shown, wherever the
+stream is cut.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def parser(tools: bool = True) -> ReplyParser:
 
 
 def read(pieces: list[str], tools: bool = True) -> Read:
-    """Reasoning, answer, calls."""
+    """Return reasoning, answer and calls."""
     reader = parser(tools)
     thought, answer, calls = "", "", []
     for delta in [d for piece in pieces for d in reader.feed(piece)] + reader.close():
@@ -181,7 +183,7 @@ def test_a_stream_cut_anywhere_shows_no_marker(name: str) -> None:
         thought, answer, calls = read(pieces)
         shown = "\n".join([thought, answer, *(n + a for n, a in calls)])
         assert MARKER.search(shown) is None, pieces
-        # "<" and "<|" alone are text: a control token comes whole, and languages have such
+        # "<" and "<|" alone are text: a control token comes in one piece, and languages have such
         # operators.
         assert expected[0].startswith(re.sub(r"<\|?$", "", thought))
         assert expected[1].startswith(re.sub(r"<\|?$", "", answer))

@@ -1,5 +1,4 @@
-"""Whatever a model makes of harmony's control tokens, in any order and cut off anywhere, a client
-sees none of them."""
+"""A client never sees harmony's control tokens, in any order and with any cut."""
 
 from __future__ import annotations
 
@@ -46,13 +45,13 @@ WITH_TOOLS = replace(
 
 
 def heard(format: ReplyFormat, tokens: list[str]) -> list[Delta]:  # noqa: A002 - the word of the trade
-    """What a client is told of a reply that arrives token by token."""
+    """Return the deltas of a reply that arrives token by token."""
     parser = ReplyParser(format)
     return [d for token in tokens for d in parser.feed(token)] + parser.close()
 
 
 def shown(deltas: list[Delta]) -> str:
-    """All text of them."""
+    """Return all text of the deltas."""
     return "\x00".join(d.name if isinstance(d, CallStart) else d.text for d in deltas)
 
 

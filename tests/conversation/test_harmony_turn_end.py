@@ -1,5 +1,7 @@
-"""Harmony on a real vocabulary: llama.cpp makes the tokens of its headers plain ones, and ends the
-turn at two others."""
+"""Harmony on a real vocabulary.
+
+llama.cpp makes the tokens of its headers normal tokens, and ends the turn at two others.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from localllm.server.generation.prompt import ResponseOptions, build_prompt
 from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type
 
-# The tiny vocabulary has <|end|> already, as its end of text.
+# The tiny vocabulary already has <|end|>, as its end of text.
 MARKERS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<|call|>", "<|return|>")
 CHANNEL, MESSAGE, START, CONSTRAIN, CALL, RETURN = range(FIRST, FIRST + len(MARKERS))
 
@@ -41,7 +43,7 @@ def test_call_and_return_end_generation_and_a_header_does_not(backend: Backend) 
 
 
 def test_a_call_is_held_by_the_header_s_own_tokens(backend: Backend) -> None:
-    assert not backend.is_control(MESSAGE)  # or else this tests less than it means to
+    assert not backend.is_control(MESSAGE)  # otherwise this test checks less than intended
     start = next(iter(triggers_of(harmony.FORMATS[0], "", TOOLS).values()))
     constraint = GrammarCompiler(backend)(start.grammar)
     text = backend.tokenize("\x02", special=False)
@@ -71,7 +73,7 @@ def test_an_answer_in_a_schema_or_a_call(backend: Backend) -> None:
 def test_an_answer_in_a_schema_comes_in_the_final_channel_with_or_without_a_thought(
     backend: Backend,
 ) -> None:
-    # As gpt-oss's template does: it knows tools, and the reply begins before any channel.
+    # Like gpt-oss's template: it supports tools, and the reply begins before any channel.
     template = ChatTemplate("{% if tools %}<|channel|>{% endif %}<|start|>assistant<|message|>")
     built = asyncio.run(
         build_prompt(template, [], ResponseOptions(grammar=("json_schema", '{"type": "integer"}')))
@@ -79,7 +81,7 @@ def test_an_answer_in_a_schema_comes_in_the_final_channel_with_or_without_a_thou
     assert built.answer.grammar is not None
 
     def ids(text: str) -> list[int]:
-        """Without the space that this vocabulary puts before a text."""
+        """Return the tokens of `text` without the space that this vocabulary adds before a text."""
         return backend.tokenize("\x02" + text, special=True)[
             len(backend.tokenize("\x02", special=False)) :
         ]

@@ -1,4 +1,4 @@
-"""The history keeps every word through threads, crashes and searches."""
+"""The history keeps all text through threads, crashes and searches."""
 
 from __future__ import annotations
 

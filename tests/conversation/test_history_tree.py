@@ -1,5 +1,7 @@
-"""The history is a tree of turns: branches stay apart, searches find all of them, and older files
-lose nothing."""
+"""The history is a tree of turns.
+
+Branches stay separate, searches find all of them, and older files lose no data.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from hypothesis import strategies as st
 from localllm.conversation.history import History, HistoryError, StoredMessage, TurnGoneError
 from support.examples import examples
 
-# What the release before this one wrote: versions of answers, files, system prompts, an answer cut
-# by a kill.
+# A file of the release before this one: versions of answers, files, system prompts, and an answer
+# that was cut when the program was killed.
 OLD_FILE = Path(__file__).with_name("schema_1.sql")
 
 
@@ -97,7 +99,7 @@ def test_a_file_of_the_release_before_loses_nothing(tmp_path: Path) -> None:
         for c in conversations
     }
     db.close()
-    for _ in range(2):  # and again, as the file it is now
+    for _ in range(2):  # the second time it has the current schema
         with History(tmp_path / "conversations.db") as now:
             found = {c.id: c for c in now.list()}
             assert [
@@ -119,7 +121,7 @@ def test_a_file_of_the_release_before_loses_nothing(tmp_path: Path) -> None:
             assert by_id[versions[0]].meta["completion_tokens"] == 4
             assert all("earlier" not in m.meta for m in coin)
             assert [h.message_id for h in now.search("tails")] == [versions[1]]
-            assert now.search("half an answ")  # never finished, so not in the index
+            assert now.search("half an answ")  # the answer never finished: not indexed
 
 
 def test_a_program_of_the_release_before_refuses_the_file_and_one_at_work_writes_nothing(
@@ -128,7 +130,7 @@ def test_a_program_of_the_release_before_refuses_the_file_and_one_at_work_writes
     open_before = _old(tmp_path)
     with History(tmp_path / "conversations.db") as now:
         conv = now.list()[0].id
-        # more than 1 is refused there
+        # the newer schema refuses values above 1
         assert open_before.execute("PRAGMA user_version").fetchone()[0] == 2
         with pytest.raises(sqlite3.IntegrityError):
             open_before.execute(
@@ -154,9 +156,9 @@ def test_an_upgrade_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None
     ("query", "found"),
     [
         ("BRÜCKE", ["über die Brücke"]),
-        ("brücke über", ["über die Brücke"]),  # in any order
+        ("brücke über", ["über die Brücke"]),  # words in any order
         ("の質問", ["日本語の質問"]),
-        ("日", ["日本語の質問"]),  # shorter than the index knows
+        ("日", ["日本語の質問"]),  # shorter than the index supports
         ('"', ['say "x"']),
         ('"x"', ['say "x"']),
         ("100%", ["100% sure"]),
@@ -236,7 +238,7 @@ STEPS = st.lists(
 def test_any_history_is_the_tree_that_was_written(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple]
 ) -> None:
-    """Against a tree of dicts: what is stored, what the head is, what is found."""
+    """The stored turns, the head and the search results equal those of a tree of dicts."""
     texts: dict[int, str] = {}
     parents: dict[int, int] = {}
     head = 0

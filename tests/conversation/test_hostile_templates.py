@@ -1,5 +1,7 @@
-"""Templates come out of downloaded files: each runs within limits of memory and time, by the
-system's measure, and the next one finds everything as it was."""
+"""Templates of downloaded files run within limits of memory and time.
+
+The operating system enforces the limits. The next template finds the renderer unchanged.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Reading a tool call takes time in proportion to its length, in every format: white space at any
-place of its head took time with the third power."""
+"""Reading a tool call takes linear time in its length, in every format.
+
+White space at any place of the head once took cubic time.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,14 @@ from conversation.test_tool_formats import WRITERS, Calls
 from localllm.conversation.tools import FORMATS
 
 CALL: Calls = [("f", {"n": 12})]
-# Cubic readers took 10 s for 4,000. Now each takes milliseconds for twice as many and more.
+# Cubic readers took 10 s for 4,000 characters. Now each takes milliseconds for more than twice as
+# many.
 LENGTHS = (4096, 8192, 16_384)
 MOST_S = 2.0
 
 
 def read_s(name: str, text: str) -> float:
-    """Processor time of this thread."""
+    """Return the processor time of this thread."""
     began_s = time.thread_time()
     told(reply_format(name), [text], cut=True)
     return time.thread_time() - began_s

@@ -1,5 +1,7 @@
-"""What strict templates insist on, one reduced shape each, and that a conversation reaches them
-whole."""
+"""Requirements of strict templates, each as a reduced template.
+
+A conversation reaches the template complete and in the required form.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from localllm.conversation.template import ChatTemplate, TemplateError
 
 _NAMED = {c.name: c for c in conversations()}
 
-# Writes every turn with its calls and results; the pieces below go in front of it or into it.
+# Writes every turn with its calls and results. The pieces below are put before or inside it.
 _BODY = """\
 {%- for m in messages %}
 {%- if m.tool_calls %}
@@ -51,7 +53,7 @@ def test_call_ids_become_nine_letters_the_same_for_call_and_result() -> None:
     assert calls == results
     assert len(set(calls)) == 2
     assert all(re.fullmatch(r"[A-Za-z0-9]{9}", c) for c in calls)
-    # the same prompt every turn, or no prefix is found again
+    # the prompt must be the same every turn, or no prefix is found in the cache
     assert _render(NINE, "parallel calls") == text
 
 
@@ -106,7 +108,7 @@ def test_arguments_are_text_where_the_template_adds_texts() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        # loops without asking: none is no list
+        # loops without a check: None cannot be iterated, so an empty list is needed
         "{% for t in tools %}{{ t.function.name }} {% endfor %}",
         "{% if tools is not none %}{% for t in tools %}{{ t.function.name }} {% endfor %}{% endif "
         "%}",

@@ -1,5 +1,4 @@
-"""A model family with its own way of writing calls is one new file: nothing else has to learn of
-it."""
+"""A model family with its own format of calls needs only one new file."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ TEMPLATE = "{% if tools %}%call … %end{% endif %}"
 
 
 def _reader(first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-    """Reads the block whole."""
+    """Return a reader that reads the complete block."""
 
     def parse(block: str) -> list[Call] | None:
         name, _, pairs = block.partition("\n")
@@ -40,7 +39,7 @@ def _reader(first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
 
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
-    """One call."""
+    """Return the trigger of one call."""
     tags = TagGrammar(head=f"{NAME}\n", before=f"{NAME} = ", after="\n", end="%end")
     return {"%call ": GrammarTrigger("", tagged_calls(tools, tags))}
 

@@ -1,5 +1,7 @@
-"""From a template to what is read of a reply: which notation counts, and what happens where none is
-known."""
+"""From a template to the reading of a reply.
+
+The tests check which format is selected, and the behaviour if none is known.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def test_tools_are_refused_where_the_template_asks_for_a_notation_nobody_reads()
     with pytest.raises(UnsupportedError, match="tool-call format") as refused:
         built(FOREIGN)
     assert refused.value.param == "tools"
-    built(FOREIGN, "none")  # the conversation itself goes on
+    built(FOREIGN, "none")  # the conversation itself still works
 
 
 def test_a_template_that_offers_no_tools_is_not_refused() -> None:
@@ -54,7 +56,8 @@ def test_a_template_that_offers_no_tools_is_not_refused() -> None:
 
 
 def test_a_model_told_of_the_default_may_still_write_its_own_notation() -> None:
-    # As DeepSeek R1's distillates: the template writes calls of a history, and offers none.
+    # Like DeepSeek R1's distillates: the template writes calls of earlier turns, but offers no
+    # tools.
     prompt = built(SAY + "{# <｜tool▁calls▁begin｜> #}")
     own = (
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"n": '
@@ -95,9 +98,9 @@ def test_a_header_that_the_prompt_begins_goes_on_in_the_reply() -> None:
 @pytest.mark.parametrize(
     ("template", "markers"),
     [
-        # its notation has them
+        # the format has reasoning markers
         ("<|channel|>analysis", ("<|channel|>analysis<|message|>", "<|end|>")),
-        # its notation's, where the template mentions them
+        # the format's markers, if the template contains them
         ("[TOOL_CALLS] [THINK] [/THINK]", ("[THINK]", "[/THINK]")),
         ("[TOOL_CALLS]", None),
         ("<tool_call> <think> </think>", ("<think>", "</think>")),

@@ -1,4 +1,4 @@
-"""PDFs of anybody, read in a child process within its bounds."""
+"""Untrusted PDFs are read in a child process with limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_pages_are_text_and_those_without_are_pictures_where_somebody_sees() -> 
 
     with Image.open(io.BytesIO(base64.b64decode(found.pages[1].picture))) as picture:
         assert picture.format == "JPEG"
-        assert max(picture.size) == 1200  # 300 points, four times
+        assert max(picture.size) == 1200  # 300 points at a scale of four
     blind = reading.read(data, pictures=False)
     assert [page.picture for page in blind.pages] == ["", "", ""]
 
@@ -30,7 +30,7 @@ def test_pages_are_text_and_those_without_are_pictures_where_somebody_sees() -> 
 def test_what_is_too_much_is_said() -> None:
     assert "101 pages" in reading.read(pdf(["x"] * 101), pictures=False).problem
     assert len(reading.read(pdf(["x"] * 100), pictures=False).pages) == 100
-    # A page of 5,000 km a side is still a picture of a page.
+    # A page of 5,000 km per side is still rendered as one picture, or refused.
     large = reading.read(pdf([""], side=14_400_000), pictures=True)
     assert large.problem or large.pages[0].picture
 

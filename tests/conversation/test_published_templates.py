@@ -1,9 +1,9 @@
-"""Every template that llama.cpp's sources publish carries fifteen ordinary conversations of agents.
+"""Every template in llama.cpp's sources renders fifteen ordinary conversations of agents.
 
-The templates are other people's and are not in this repository: name a llama.cpp source tree in
+The templates are not in this repository: name a llama.cpp source tree in
 LOCALLLM_LLAMA_CPP_SOURCE (the one inside llama-cpp-python's source distribution is
-vendor/llama.cpp). The shapes that they are made of are in test_message_variants.py, which needs
-nothing.
+vendor/llama.cpp). Their shapes are also tested in test_message_variants.py, which needs no
+source tree.
 """
 
 from __future__ import annotations
@@ -69,8 +69,10 @@ def _ours(template: ChatTemplate, conversation: Conversation) -> str:
 
 
 def _plain(source: str, conversation: Conversation) -> str | None:
-    """What Jinja makes of it, with reasoning under the name that the template reads; None where
-    Jinja fails."""
+    """Return Jinja's rendering, with reasoning under the name that the template reads.
+
+    Returns None if Jinja fails.
+    """
     messages = normalise(conversation.messages)
     if "reasoning_content" not in source and "thinking" in source:
         messages = [

@@ -1,6 +1,8 @@
-"""Random schemas and arguments that match them, in every notation: what the template writes for the
-call, the grammar accepts whole and the reader returns. LOCALLLM_ROUND_TRIPS is how many of them a
-template gets (500 before a release)."""
+"""Random schemas and matching arguments make the round trip in every format.
+
+The grammar accepts the complete call that the template writes, and the reader returns it.
+LOCALLLM_ROUND_TRIPS is the number of calls for each template (500 before a release).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from conversation.call_templates import TEMPLATES
 from localllm.conversation.template import ChatTemplate
 
 ROUNDS = int(os.environ.get("LOCALLLM_ROUND_TRIPS", "8"))
-# What a text has no way to hold: there the grammar may refuse what the template writes, and does
-# not write it itself.
+# Texts that a parameter cannot contain in this format. The grammar may refuse a call with such a
+# text, and never writes one.
 ENDS = {
     "qwen_coder": r"</parameter>",
     "seed": r"</parameter>",
@@ -31,8 +33,9 @@ ENDS = {
     "function_gemma": r"<escape>",
     "gemma4": r'<\|"\|>',
 }
-# Texts in which a parameter begins: at a line's start and of a name the tool has, it is read as one
-# whose predecessor was not closed, and behind a closing tag it is written as one.
+# Texts that look like the beginning of a parameter. At the start of a line, and with the name of a
+# parameter, such a text is read as the next parameter after an unclosed one. After a closing tag it
+# is written as a parameter.
 OPENS = re.compile(
     r"\n\s*<(?:parameter|arg_key|invoke|param|atem:|｜DSML｜|\|open)|</\S+>\s*(?:<|\Z)"
 )
@@ -66,18 +69,21 @@ WORDS = [
     "\t",
     "None",
 ]
-# Where text is one of several types, these would be of the other one.
+# If text is one of several types, these texts would be read as the other type.
 LOOSE = ["12", "null", "true", "None", "1.5", "[]"]
 
 
 class Maker:
-    """Makes schemas and values. `typed`: every value's type is in its schema, and null nowhere."""
+    """A generator of schemas and values.
+
+    With `typed`, every value's type is in its schema, and no value is null.
+    """
 
     def __init__(self, seed: int, typed: bool) -> None:
         self.rng, self.typed = random.Random(seed), typed
 
     def text(self, loose: bool = True) -> str:
-        """A text; one that looks like a value of another type only where it is `loose`."""
+        """Return a text. Only with `loose` may it look like a value of another type."""
         rng = self.rng
         if loose and rng.random() < 0.15:
             return rng.choice([*LOOSE, "", "\n", " x ", "\nx\n"])
@@ -89,7 +95,7 @@ class Maker:
         return said if loose else f"it {said}."
 
     def pair(self, depth: int = 0) -> tuple[Any, Any]:
-        """A schema and a value that matches it."""
+        """Return a schema and a value that matches it."""
         rng = self.rng
         kinds = ["text", "text", "enum", "integer", "number", "boolean", "either", "ref"]
         kinds += [] if self.typed else ["nullable", "null"]
@@ -152,7 +158,7 @@ class Maker:
         }
 
     def members(self, depth: int = 0, least: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-        """An object's schema and an object."""
+        """Return the schema of an object and a matching object."""
         names = self.rng.sample(
             ["a", "b", "path", "new_string", "n", "opts"], self.rng.randint(least, 4)
         )
@@ -179,8 +185,10 @@ def texts_of(value: Any) -> list[str]:
 
 
 def round_trip(template: ChatTemplate, style: str, seed: int) -> bool:
-    """One random call; False where the grammar refused a text that the notation can't hold. Raises
-    LawError."""
+    """Check one random call. Raises LawError.
+
+    Returns False if the grammar refused a text that the format cannot contain.
+    """
     maker = Maker(seed, typed=style == "minimax_m3")
     schema, arguments = maker.members()
     schema["$defs"] = {"kind": {"enum": ["one", "two"]}}

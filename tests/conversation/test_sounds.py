@@ -1,5 +1,8 @@
-"""Sound files from anybody: the samples are those of llama.cpp's own reader, and hostile files are
-read or refused with a reason, within limits."""
+"""Untrusted sound files.
+
+The samples equal those of llama.cpp's own reader. Hostile files are read, or refused with a
+reason, within limits.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ from support.pictures import needs_mtmd
 from support.sounds import FLAC, MP3, RATE_HZ, needs_miniaudio, wav
 
 pytestmark = needs_miniaudio()
-# An MPEG-1 frame of 32 kbit/s at 44.1 kHz with silence, and a header that claims 2 thousand million
-# frames (some ten thousand hours).
+# A silent MPEG-1 frame of 32 kbit/s at 44.1 kHz, and a header that claims 2**31 - 1 frames (more
+# than ten thousand hours).
 _SILENCE = b"\xff\xfb\x10\xc4" + bytes(100)
 _XING = _SILENCE[:36] + b"Xing" + struct.pack(">II", 1, 2**31 - 1) + bytes(60)
 
@@ -52,10 +55,10 @@ def test_the_samples_are_those_of_llama_cpp_s_own_reader(tmp_path: Path) -> None
             ctypes.string_at(mtmd.mtmd_bitmap_get_data(bitmap), n), dtype=np.float32
         )
         found = ours(data)
-        # Its reader asks for the length first, and may count a frame more or less.
+        # llama.cpp's reader queries the length first, and may count a frame more or less.
         both = min(len(theirs), len(found))
         assert abs(len(theirs) - len(found)) <= 1
-        # Rounding depends on the compiler: at most a step of 16 bits.
+        # Rounding depends on the compiler: at most one step of 16 bits.
         assert np.abs(found[:both] - theirs[:both]).max() < 4e-5
         mtmd.mtmd_bitmap_free(bitmap)
     mtmd.mtmd_free(ears)
@@ -72,7 +75,7 @@ def test_a_claimed_length_costs_nothing() -> None:
 
 
 def float_wav(*samples: float) -> bytes:
-    """A wav of 32-bit floats: these samples, and a fifth of a second of silence."""
+    """Return a WAV of 32-bit floats: these samples, and 0.2 s of silence."""
     body = struct.pack(f"<{len(samples)}f", *samples) + bytes(4 * RATE_HZ // 5)
     form = struct.pack("<HHIIHH", 3, 1, RATE_HZ, 4 * RATE_HZ, 4, 32)
     chunks = b"WAVEfmt " + struct.pack("<I", 16) + form + b"data" + struct.pack("<I", len(body))
@@ -83,13 +86,14 @@ def test_samples_that_no_encoder_can_take_are_refused() -> None:
     assert len(ours(float_wav(0.5, -1.5))) == RATE_HZ // 5 + 2
     for number in (float("nan"), float("inf"), float("-inf"), 1e38, -1e4):
         assert "out of range" in sounds.decode(float_wav(number), RATE_HZ).problem
-    # An encoder's library ends the process for a sound of one sample.
+    # An encoder's library ends the process if the sound has one sample.
     for seconds in (1 / RATE_HZ, 0.01):
         assert "shorter than 0.05" in sounds.decode(wav(seconds), RATE_HZ).problem
 
 
 def mutated(rng: random.Random) -> bytes:
-    """A file of one of the formats with a few bytes changed, cut, doubled or made large."""
+    """Return a file of one of the formats with bytes changed, cut, duplicated or set to large
+    values."""
     data = bytearray(rng.choice((wav(0.2, 1), MP3, FLAC, _XING + _SILENCE * 4)))
     for _ in range(rng.choice((1, 1, 2, 5, 30))):
         at = rng.randrange(min(64, len(data)) if rng.random() < 0.5 else len(data))

@@ -1,5 +1,4 @@
-"""The same calls in every format: read whole, cut at every point, and letter by letter, with one
-result."""
+"""The same calls in every format give one result, complete, cut anywhere or by character."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from localllm.conversation.tools.readers import JsonEnd
 from localllm.conversation.tools.tag_reader import typed
 from support.tool_writers import WRITERS, Calls
 
-# Every type a parameter can have, told by the schema where the format itself does not tell.
+# Every type of parameter. If the format does not show the type, the schema determines it.
 TOOLS = [
     {
         "type": "function",
@@ -127,8 +126,10 @@ def _read(style: ReplyFormat, pieces: list[str]) -> tuple[str, str, list[list[st
 
 
 def _cuts(text: str) -> list[list[str]]:
-    """Whole, letter by letter, and cut in two: at every letter, or at some two hundred places of a
-    long text."""
+    """Return the text in one piece, character by character, and cut in two.
+
+    The cuts are after every character, or at about 200 places of a long text.
+    """
     return [
         [text],
         list(text),

@@ -1,5 +1,8 @@
-"""Calls whose inner markers are control tokens, from end to end: a real model opens one by its own
-token, and a grammar that asks for the others by their names holds the call to its tool's schema."""
+"""Calls whose inner markers are control tokens, from end to end.
+
+A real model opens a call with its own token. A grammar that refers to the other tokens by name
+holds the call to its tool's schema.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from localllm_backends.contract import LoadSpec
 from models import tiny_gguf
 from support.http_server import running_server
 
-# The opening first. Each takes the place of a made-up word.
+# The opening comes first. Each marker replaces an unused word of the vocabulary.
 MARKERS = {
     "kimi": (
         "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
@@ -69,7 +72,7 @@ def http(
 
 
 def write_model(path: Path, markers: tuple[str, ...]) -> None:
-    """A tiny model whose vocabulary and template have these markers."""
+    """Write a tiny model whose vocabulary and template have these markers."""
     add_tokens, add_types, common = (
         gguf.GGUFWriter.add_token_list,
         gguf.GGUFWriter.add_token_types,
@@ -101,7 +104,7 @@ def ask(http: httpx.Client, **fields: Any) -> dict[str, Any]:
     body = {
         "messages": [{"role": "user", "content": "hi"}],
         "temperature": 0,
-        # The opening, whenever nothing forbids it.
+        # The opening, if no constraint forbids it.
         "logit_bias": {str(FIRST): 100},
         "max_tokens": 300,
         "tools": TOOLS,

@@ -1,6 +1,8 @@
-"""Formats that write parameters one by one hold a call to its schema where that names them one by
-one. Where it leaves names open, they are the model's: a grammar that could not write what a tool
-asks for would force calls it refuses."""
+"""Formats that write parameters one by one hold a call to its schema if it lists its properties.
+
+If the schema leaves names open, the model chooses them. A grammar that could not write a tool's
+required parameters would force calls that the tool refuses.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def style(name: str) -> Any:
     return next(f for f in FORMATS if f.name == name)
 
 
-# One call of `f` with b = 1 and a = x, and the beginning of one of `g` with b.
+# One call of `f` with b = 1 and a = x, and the beginning of a call of `g` with b.
 SAID = {
     "qwen_coder": ("<function=f>\n<parameter=b>\n1\n</parameter>\n<parameter=a>\nx\n</parameter>\n</function>",
                    "<function=g>\n<parameter=b"),
