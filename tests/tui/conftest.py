@@ -1,5 +1,5 @@
-"""What the chat's tests share: a scripted server, a history on a disk of its own, and a way to
-drive the app."""
+"""Common parts of the chat's tests: a scripted server, a history on disk, and a driver of the
+app."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def server() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def connections(monkeypatch: pytest.MonkeyPatch) -> list[sqlite3.Connection]:
-    """Every connection to a database that is opened, the newest last."""
+    """Record every database connection that is opened, in order."""
     opened: list[sqlite3.Connection] = []
     connect = sqlite3.connect
 
@@ -45,12 +45,12 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[sqlite3.Connection]:
 
 @pytest.fixture
 def disk(connections: list[sqlite3.Connection], history: History) -> Disk:
-    """The disk under `history`."""
+    """Return the disk under `history`."""
     return Disk(next(c for c in connections if _file_of(c) == str(history.path)))
 
 
 class Disk:
-    """One that can be full: SQLite says "database or disk is full" from then on."""
+    """A disk that can be full: after `fill`, SQLite fails with "database or disk is full"."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -74,21 +74,24 @@ def history(tmp_path: Path, connections: list[sqlite3.Connection]) -> Iterator[H
 
 
 def words_of(view: Widget) -> str:
-    """What a turn on screen says, its thinking apart."""
+    """Return the text of a turn on screen, without its reasoning."""
     texts = [*view.query(GrowingText)]
     return texts[-1].source if texts else ""
 
 
 class Driver:
-    """A running app and a hand on its keyboard."""
+    """A running app and its keyboard."""
 
     def __init__(self, app: ChatApp, pilot: Any) -> None:
         self.app = app
         self.pilot = pilot
 
     async def until(self, what: Callable[[], bool]) -> None:
-        """Wait until `what` holds, letting the app work meanwhile: by turns, so that a busy machine
-        has as many as an idle one. TimeoutError after a minute's of an idle one."""
+        """Wait until `what` holds, while the app continues to run.
+
+        The limit is a number of event-loop turns, so a busy machine gets as many as an idle one.
+        Raises TimeoutError after about a minute's turns of an idle machine.
+        """
         for _ in range(MOST_TURNS):
             if what():
                 return
@@ -104,7 +107,7 @@ class Driver:
         await self.pilot.pause()
 
     async def ask(self, text: str) -> None:
-        """Type, send, and wait for the whole answer."""
+        """Type and send `text`, and wait for the complete answer."""
         await self.send(text)
         await self.until(lambda: not self.app.chat.answering)
         await self.pilot.pause()
@@ -114,11 +117,11 @@ class Driver:
         await self.press("enter")
 
     def strips(self) -> list[Strip]:
-        """What the terminal shows, with its styles."""
+        """Return the rows that the terminal shows, with their styles."""
         return self.app.screen._compositor.render_strips()
 
     def reversed(self) -> str:
-        """What the terminal shows in reverse: a cursor that needs no colour."""
+        """Return the text that the terminal shows in reverse, such as a cursor without colour."""
         lines = self.strips()
         return "\n".join(
             "".join(s.text for s in line if s.style is not None and s.style.reverse)
@@ -126,7 +129,7 @@ class Driver:
         )
 
     def screen(self) -> str:
-        """What the terminal shows, line by line."""
+        """Return the text that the terminal shows, line by line."""
         from rich.segment import Segment
 
         lines = self.strips()
@@ -139,8 +142,10 @@ class Driver:
 def drive(
     server: ScriptedServer, history: History, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., None]:
-    """Runs `await play(driver)` against an app on the scripted server; keyword arguments go to
-    ChatApp."""
+    """Return a function that runs `await play(driver)` against an app on the scripted server.
+
+    Keyword arguments go to ChatApp.
+    """
     monkeypatch.setenv("COLORTERM", "truecolor")
 
     def run(

@@ -1,5 +1,7 @@
-"""Answers' streams with one malformed part after a good beginning, for every part and many
-values."""
+"""Streams of answers with one malformed part after a good beginning.
+
+They cover every part and many values.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 GOOD = "the good part "
-# Each place: a chunk in which VALUE stands for the malformed value.
+# Each place: a chunk in which VALUE is replaced by the malformed value.
 VALUE = "\N{REPLACEMENT CHARACTER}value"
 
 
@@ -66,7 +68,7 @@ def _data(value: Any) -> bytes:
 
 
 def shapes() -> Iterator[tuple[str, bytes]]:
-    """The name and the bytes of each stream."""
+    """Yield the name and the bytes of each stream."""
     good = _data(_choice(delta={"content": GOOD}))
     end = _data(_choice(delta={}, finish_reason="stop")) + b"data: [DONE]\n\n"
     for place, chunk in PLACES.items():

@@ -1,5 +1,8 @@
-"""The chat on scripted data, in this terminal: no model, no download. `make screen`, or `make
-screen ARGS=/models` for another screen: what follows is submitted first."""
+"""Open the chat with scripted data in this terminal, without a model or a download.
+
+Use `make screen`, or `make screen ARGS=/models` for another screen: the argument is submitted
+first.
+"""
 
 from __future__ import annotations
 

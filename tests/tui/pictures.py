@@ -1,5 +1,8 @@
-"""The screens' pictures in docs/pictures, drawn from the snapshots of the tests: a sheet for each
-screen, with every size of it, dark and light. `python -m tui.pictures` in tests/ draws them anew."""
+"""Draw the pictures in docs/pictures from the snapshots of the tests.
+
+Each screen has one sheet with all of its sizes, dark and light. `python -m tui.pictures` in
+tests/ draws them again.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from rich.cells import cell_len
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 SIZES = ("120x40", "80x24", "40x20")
-# Pixels of a cell, of the letters in it, and between two screens.
+# Pixels of a cell's width and height, of a letter's baseline, and between two screens.
 CELL_X, CELL_Y, LETTERS, GAP = 7.2, 15, 12, 16
-# What a terminal's own colours are taken for.
+# The colours drawn for a terminal's own foreground and background.
 _DEFAULTS = {"dark": ("#e0e0e0", "#121212"), "light": ("#1f1f1f", "#e0e0e0")}
 _MARKS = {
     "bold": "font-weight:bold",
@@ -29,7 +32,7 @@ _MARKS = {
 
 @dataclass(frozen=True)
 class Screen:
-    """A snapshot: its lines, and for each cell a letter that `looks` says the look of."""
+    """A snapshot: its lines, and a letter for each cell, whose style is in `looks`."""
 
     lines: list[str]
     styles: list[str]
@@ -38,7 +41,7 @@ class Screen:
 
 
 def read(name: str, size: str, look: str) -> Screen:
-    """The screen of this name; a light one has the text of the dark one."""
+    """Read the screen of this name. A light screen has the text of the dark one."""
     height = int(size.partition("x")[2])
     text = (SNAPSHOTS / f"{name}-{size}.txt").read_text(encoding="utf-8").split("\n")
     said = text[height + 1 :]
@@ -49,7 +52,7 @@ def read(name: str, size: str, look: str) -> Screen:
 
 
 def sheet(name: str) -> str:
-    """One SVG with the screen in all sizes: dark on the left, light on the right."""
+    """Return one SVG with the screen in all sizes: dark on the left, light on the right."""
     parts, top, width = [], float(GAP), 0.0
     for size in SIZES:
         columns, rows = (int(n) for n in size.split("x"))
@@ -93,7 +96,7 @@ def _drawn(screen: Screen, columns: int, rows: int, look: str) -> Iterator[str]:
 
 
 def _cells(line: str, styles: str, ground: str) -> Iterator[tuple[str, str]]:
-    """Each letter of a line with the mark of its style; joined letters are one."""
+    """Yield each character of a line with the letter of its style. Combined characters are one."""
     x = 0
     for letter in line:
         yield letter, styles[x] if x < len(styles) else ground
@@ -111,7 +114,7 @@ def _colours(style: str, look: str) -> tuple[str, str]:
 
 
 def _run(text: str, style: str, x: int, y: int, look: str) -> Iterator[str]:
-    """Letters of one style."""
+    """Yield the SVG of a text in one style."""
     front, _ = _colours(style, look)
     said = text.rstrip()
     if said:
@@ -126,7 +129,7 @@ def _run(text: str, style: str, x: int, y: int, look: str) -> Iterator[str]:
 
 
 def pictures() -> dict[Path, str]:
-    """Every picture by its path. (The README's is a screenshot of a real chat.)"""
+    """Return every picture by its path. (The README's picture is a screenshot of a real chat.)"""
     names = sorted(file.name.removesuffix("-80x24.txt") for file in SNAPSHOTS.glob("*-80x24.txt"))
     return {PICTURES / f"{name}.svg": sheet(name) for name in names}
 

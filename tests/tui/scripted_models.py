@@ -1,4 +1,4 @@
-"""A model service that plays plans and downloads, for the tests of the screen of models."""
+"""A model service with scripted plans and downloads, for the tests of the models screen."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from localllm_tui.control.interfaces import (
 
 
 def choice(name: str, gigabytes: float = 4.0, *, installed: str = "", **more: Any) -> PlanChoice:
-    """A plan of a model of this size."""
+    """Return a plan of a model of this size."""
     n_bytes = int(gigabytes * 1e9)
     plan = {
         "model": name, "name": name.upper(), "variant": {"quant": "Q4", "bytes": n_bytes},
@@ -34,8 +34,10 @@ def choice(name: str, gigabytes: float = 4.0, *, installed: str = "", **more: An
 
 
 class ScriptedModelService:
-    """Plans `choices` that are within the memory, less of them the longer the context. Downloads
-    move when a test says so."""
+    """Plan those of `choices` that fit into memory: fewer, the longer the context.
+
+    Downloads progress when a test releases them.
+    """
 
     def __init__(self, *choices: PlanChoice, disk: Sequence[InstalledModel] = ()) -> None:
         self.choices, self.disk = list(choices), list(disk)
@@ -44,10 +46,10 @@ class ScriptedModelService:
         self.removed: list[str] = []
         self.go_on = threading.Semaphore(0)
         self.fails: LocalLLMError | None = None
-        self.gate: threading.Event | None = None  # what planning waits for
-        self.row_gate: threading.Semaphore | None = None  # what each plan of it waits for
-        self.worst_first = False  # the order in which plans are made
-        self.guessed = False  # the speed of this machine's memory
+        self.gate: threading.Event | None = None  # planning waits for it
+        self.row_gate: threading.Semaphore | None = None  # each plan waits for it
+        self.worst_first = False  # makes the worst plan first
+        self.guessed = False  # marks the memory's speed as a guess
 
     def plan(
         self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = ignore_part

@@ -1,5 +1,7 @@
-"""A chat completions server that plays scripts, for the chat's tests: real HTTP, real SSE, no model
-and no clock."""
+"""A chat completions server that plays scripts, for the chat's tests.
+
+It uses real HTTP and real SSE, without a model and without a clock.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Say:
-    """One delta per piece; `field` may be "reasoning_content"."""
+    """Send one delta per piece. `field` may be "reasoning_content"."""
 
     pieces: Iterable[str]
     field: str = "content"
@@ -27,7 +29,7 @@ class Comment:
 
 @dataclass
 class Gate:
-    """The script stops here until the test opens the gate; `reached` tells the test that it did."""
+    """Stop the script until the test opens the gate. `reached` is set at the stop."""
 
     opened: threading.Event = field(default_factory=threading.Event)
     reached: threading.Event = field(default_factory=threading.Event)
@@ -35,7 +37,7 @@ class Gate:
 
 @dataclass
 class UntilGone:
-    """The script stops here until the client closes the connection; then `gone` is set."""
+    """Stop the script until the client closes the connection, and then set `gone`."""
 
     gone: threading.Event = field(default_factory=threading.Event)
 
@@ -49,14 +51,14 @@ class Finish:
 
 @dataclass(frozen=True)
 class Raw:
-    """Bytes as they are."""
+    """Send these bytes unchanged."""
 
     data: bytes
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """An HTTP error in place of a stream."""
+    """Send an HTTP error instead of a stream."""
 
     status: int
     error: dict[str, Any]
@@ -64,12 +66,14 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Drop:
-    """The connection ends here, whatever the client expected."""
+    """Close the connection at this point."""
 
 
 class ScriptedServer:
-    """Serves on a free loopback port while used as a context manager. `requests` are the bodies
-    received."""
+    """A server on a free loopback port, run as a context manager.
+
+    `requests` are the bodies received.
+    """
 
     def __init__(
         self,
@@ -85,7 +89,7 @@ class ScriptedServer:
         ]
         self.scripts: deque[list[Any]] = deque()
         self.requests: list[dict[str, Any]] = []
-        # tokens of a text; None: this server does not count
+        # the token count of a text; None: this server does not count
         self.count: Callable[[str], int] | None = None
 
     def play(self, *script: Any) -> None:
@@ -93,7 +97,7 @@ class ScriptedServer:
         self.scripts.append(list(script))
 
     def answer(self, text: str, **finish: Any) -> None:
-        """Answer one more request with `text`, a word a delta."""
+        """Answer one more request with `text`, one word per delta."""
         words = text.split(" ")
         self.play(Say([w if i == 0 else " " + w for i, w in enumerate(words)]), Finish(**finish))
 
@@ -191,7 +195,7 @@ class ScriptedServer:
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
         self.base_url = f"http://127.0.0.1:{self._http.server_port}/v1"
-        # A short poll: shutdown waits for it.
+        # A short poll interval, because shutdown waits for it.
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
         return self

@@ -1,5 +1,7 @@
-"""What goes with a question beyond a file (a command's output, a folder), and another
-model's answer."""
+"""Additions to a question other than files (a command's output, a folder), and second answers.
+
+A second answer comes from another model.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,7 @@ def test_a_folder_goes_along_without_what_git_ignores(
             lambda: any("src/ " in line and "tokens" in line for line in d.screen().splitlines())
         )
         await d.press("enter")
-        # Wherever the folder's path has the sentence wrapped.
+        # The sentence wraps at a place that depends on the folder's path.
         await d.until(
             lambda: (
                 "attached 2 files, 14 tokens; 2 are skipped, because they are not text"
@@ -174,7 +176,7 @@ def test_another_models_answer_stands_beside_the_first(
         names = [m.name for m in await d.app.chat.client.models()]
         other = next((name for name in names if name != "scripted"), names[0])
         await d.ask(f"/retry {other}")
-        assert d.app.chat.model == "scripted"  # this once
+        assert d.app.chat.model == "scripted"  # only for this question
         await d.until(lambda: "◂ 2/2 ▸" in d.screen() and "the other answer" in d.screen())
         await d.ask("/retry")
         await d.until(lambda: "◂ 3/3 ▸" in d.screen() and "the third" in d.screen())

@@ -1,4 +1,4 @@
-"""An answer on its way, without a screen: what is shown, counted and kept, however it ends."""
+"""A running answer, without a screen: display, counts and storage for every way it can end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tui.conftest import Disk
 
 
 class Page:
-    """Shows an answer to a test."""
+    """A display that records what an answer shows."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []

@@ -1,4 +1,4 @@
-"""The chat on a (headless) terminal: what is typed, what is shown, what is on disk afterwards."""
+"""The chat on a (headless) terminal: typed input, screen, and stored conversations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tui.scripted_sse import Comment, Drop, Finish, Gate, Refuse, Say, ScriptedS
 
 
 def stored(history: History) -> list[tuple[str, str]]:
-    """(role, content) of the newest conversation."""
+    """Return (role, content) of the newest conversation."""
     return [(m.role, m.content) for m in history.messages(history.list()[0].id)]
 
 
@@ -77,9 +77,9 @@ def test_stopping_keeps_the_text_and_tells_the_server(
         await d.until(lambda: not d.app.chat.answering)
         assert "so far" in d.screen()
         assert "stopped" in d.screen()
-        assert "2/1,000" in d.screen()  # no usage came: the tokens seen
+        assert "2/1,000" in d.screen()  # without usage, the received tokens count
         await d.until(until_gone.gone.is_set)
-        await d.ask("and now?")  # the chat goes on, with the half answer in its context
+        await d.ask("and now?")  # the next request contains the partial answer
         assert d.app.is_running
 
     drive(play)
@@ -193,7 +193,7 @@ def test_a_short_conversation_begins_at_the_top_and_a_long_one_is_followed_to_it
 
     async def play(d: Driver) -> None:
         await d.ask("a")
-        assert "You" in d.screen().splitlines()[2]  # below the head line
+        assert "You" in d.screen().splitlines()[2]  # below the header line
         await d.ask("b")
         await d.until(lambda: "line 59" in d.screen())
         await d.press("pageup", "pageup")

@@ -1,4 +1,4 @@
-"""The chat's reading of a server: streams whole or broken, errors, and leaving."""
+"""The chat's client of a server: complete and broken streams, errors, and disconnecting."""
 
 from __future__ import annotations
 

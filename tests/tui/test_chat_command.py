@@ -1,5 +1,4 @@
-"""`localllm chat` as a command: answers on stdout, pipes, Ctrl-C, kill -9, and the screen on a real
-terminal."""
+"""`localllm chat` as a command: answers on stdout, pipes, Ctrl-C, kill -9, and a real terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from localllm.errors import BusyError, LocalLLMError, NotFoundError, UsageError
 from support.until import until
 from tui.scripted_sse import Finish, Gate, Raw, Refuse, Say, ScriptedServer, UntilGone
 
-# `localllm chat` against a scripted server: what a child process runs.
+# The program of a child process: `localllm chat` against a scripted server.
 CHILD = """
 import signal, sys, typer
 # A test run in the background may have been started with SIGINT ignored.
@@ -37,8 +36,10 @@ app([*sys.argv[1:], "--url", url])
 
 @pytest.fixture
 def served(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """Puts the scripted server in the place of the chat's own engine; the list collects the MODELs
-    it was made with."""
+    """Replace the chat's own engine by the scripted server.
+
+    The returned list collects the MODEL arguments of each new engine.
+    """
     import localllm.cli.chat.own_server
     from localllm_tui.control.interfaces import EngineProgress
 
@@ -94,7 +95,7 @@ def test_a_prompt_is_answered_on_stdout(server: ScriptedServer, served: list[str
     ]
     assert (sent["temperature"], sent["seed"]) == (0, 1)
     assert "max_tokens" not in sent
-    # one answer on stdout leaves no trace
+    # one answer on stdout writes no files
     assert not Path(os.environ["LOCALLLM_DATA_DIR"]).exists()
 
 
@@ -241,7 +242,7 @@ pty = pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 
 
 class Terminal:
-    """`localllm chat` in a child process on a terminal of its own, 80×24."""
+    """`localllm chat` in a child process on its own terminal of 80×24."""
 
     def __init__(self, *args: str, env: dict[str, str]) -> None:
         import fcntl
@@ -262,7 +263,7 @@ class Terminal:
         self.seen = b""
 
     def until(self, text: str) -> None:
-        """Read until `text` was printed; the test's own timeout ends a wait in vain."""
+        """Read until `text` was printed. If it never is, the test's own timeout applies."""
         while text.encode() not in self.seen:
             self.seen += os.read(self.master, 65536)
 
@@ -274,14 +275,17 @@ class Terminal:
         try:
             while piece := os.read(self.master, 65536):
                 self.seen += piece
-        except OSError:  # Linux reports the other end's closing so
+        except OSError:  # Linux's error if the other end closed
             pass
         return self.child.wait(30)
 
 
 @pytest.fixture
 def terminal(server: ScriptedServer) -> Iterator[Callable[..., Terminal]]:
-    """Opens the chat on a terminal of its own; whatever a failing test leaves running is ended."""
+    """Return a function that opens the chat on its own terminal.
+
+    Chats that a failing test leaves running are killed.
+    """
     opened: list[Terminal] = []
 
     def open_one(*args: str, **env: str) -> Terminal:
@@ -306,7 +310,7 @@ def test_on_a_terminal_the_screen_opens_and_the_conversation_is_kept(
     first.until("Bonjour")
     first.type("\x11")  # Ctrl+Q
     assert first.rest() == 0
-    assert b"\x1b[?1049l" in first.seen  # the terminal is given back
+    assert b"\x1b[?1049l" in first.seen  # the terminal is restored
     again = terminal("--continue")
     again.until("Bonjour")
     again.type("\x11")
@@ -350,7 +354,7 @@ def test_a_paste_with_escapes_and_bytes_that_are_no_text_is_one_question(
 
 
 def drafts() -> list[str]:
-    """What is saved of messages that were not sent."""
+    """Return the saved drafts of messages that were not sent."""
     return [file.read_text() for file in (paths.data_dir() / "drafts").glob("*.txt")]
 
 
@@ -434,7 +438,10 @@ def test_line_by_line_on_a_terminal_that_can_do_no_more(
 
 
 def _colours(output: bytes) -> list[tuple[int, int, int]]:
-    """The 24-bit colours and the 216-colour cube's entries named in SGR sequences, as (r, g, b)."""
+    """Return all colours in the SGR sequences as (r, g, b).
+
+    They are 24-bit colours and entries of the 216-colour cube.
+    """
     import re
 
     found = []

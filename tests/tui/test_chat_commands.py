@@ -1,5 +1,7 @@
-"""Slash commands and what they do to the conversation on a (headless) terminal: opened, removed,
-retried, edited, copied, saved."""
+"""Slash commands and their effect on the conversation, on a (headless) terminal.
+
+They open, remove, retry, edit, copy and save.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tui.scripted_sse import Finish, Refuse, Say, ScriptedServer
 
 
 def stored(history: History) -> list[tuple[str, str]]:
-    """(role, content) of the newest conversation."""
+    """Return (role, content) of the newest conversation."""
     return [(m.role, m.content) for m in history.messages(history.list()[0].id)]
 
 
@@ -32,7 +34,7 @@ def test_the_last_conversation_is_offered_and_resumed(
         assert "Say hello in French" in d.screen()
         await d.send("/continue")
         await d.until(lambda: "Bonjour" in d.screen())
-        # once the server told how long the context is
+        # after the server has reported the context's length
         await d.until(lambda: "18/1,000" in d.screen())
         await d.ask("again")
 
@@ -158,7 +160,7 @@ def test_edit_asks_differently_and_the_old_question_stays_beside_it(
         assert [words_of(w) for w in d.app.page.transcript.query(QuestionView)] == ["a", "b!"]
         assert [words_of(w) for w in d.app.page.transcript.query(AnswerView)] == ["one", "three"]
         assert "◂ 2/2 ▸" in d.screen()
-        assert d.app.page.composer.text == ""  # and no stray command
+        assert d.app.page.composer.text == ""  # and no command is left in the input
 
     drive(play)
     assert len(history.list()) == 1
@@ -305,7 +307,7 @@ def test_an_unsent_draft_survives(drive: Any, server: ScriptedServer) -> None:
         assert d.app.page.composer.text == "half a thou"
         await d.ask("ght")
         await d.type("more")
-        await d.send("/unused")  # a command with the draft in it is not a question
+        await d.send("/unused")  # a command that contains the draft is not a question
 
     async def third(d: Driver) -> None:
         assert d.app.page.composer.text == ""

@@ -1,5 +1,4 @@
-"""The chat's small parts: numbers as text, commands, files to attach, what a terminal may be
-sent."""
+"""Small parts of the chat: numbers as text, commands, files to attach, and text for terminals."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class Clock:
 
 
 class Unseen(AnswerDisplay):
-    """Shows nothing."""
+    """A display that shows nothing."""
 
     def feed(self, text: str = "", reasoning: str = "") -> None:
         pass
@@ -62,7 +61,7 @@ def test_speed_is_counted_from_the_first_token_to_the_last() -> None:
     clock.now += 1.0
     meter.delta()
     assert meter.tok_s == 1.0
-    # deltas may hold several tokens: the server knows
+    # deltas may hold several tokens, so the server's count is used
     meter.usage = AnswerUsage(prompt=50, completion=11, cached=40)
     assert meter.tok_s == 10.0
     assert meter.used == 61
@@ -151,7 +150,7 @@ def test_the_status_line_at_80_and_160_columns() -> None:
         "smollm2-135m-instruct  61.2 tok/s  context 1,530/2,048 ███████▍░░ 75%  first token 0.31 "
         "s  cached tokens 512"
     )
-    # What a bar shows the figures say; half a name says nothing.
+    # Figures replace a bar. Part of a name would be useless, so the whole name stays.
     assert status_text(76, *n, meta) == (
         "smollm2-135m-instruct  61.2 tok/s  ctx 1,530/2,048  TTFT 0.31 s  cached 512"
     )
@@ -294,7 +293,10 @@ def test_printable_keeps_the_text_and_drops_what_steers(text: str) -> None:
 def test_shortening_a_long_text_measures_a_few_times_its_cells(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One measurement for each character left out would take quadratic time."""
+    """Shortening measures the text only a few times.
+
+    One measurement for each removed character would take quadratic time.
+    """
     measured: list[int] = []
 
     def counted(text: str) -> int:

@@ -1,4 +1,7 @@
-"""A conversation in step with the disk: nothing said is lost, nothing earlier is overwritten."""
+"""The conversation in memory and on disk agree.
+
+No message is lost, and no earlier one is overwritten.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def session(history: History, clock: Clock) -> Session:
 
 
 def on_disk(history: History) -> list[tuple[str, str, bool]]:
-    """What another process would read now."""
+    """Return the messages that another process would read now."""
     with History(history.path) as other:
         return [(m.role, m.content, m.complete) for m in other.messages(other.list()[0].id)]
 
@@ -64,7 +67,7 @@ def test_an_answer_is_written_at_once_and_then_at_most_twice_a_second(
     answer.add("b")
     assert on_disk(history)[1] == ("assistant", "a", False)
     clock.now = 0.5
-    answer.save_if_due()  # no more text comes; the timer alone must save it
+    answer.save_if_due()  # no more text comes, so the timer must save it
     assert on_disk(history)[1] == ("assistant", "ab", False)
     answer.add("c")
     answer.finish({"finish_reason": "stop"})
@@ -276,12 +279,12 @@ def test_a_slow_disk_holds_no_key_and_the_newest_draft_is_written(
 
     monkeypatch.setattr("os.replace", slow)
     for n in range(1, 200):
-        drafts.save(None, "a" * n)  # each returns although none is written yet
+        drafts.save(None, "a" * n)  # each call returns before any draft is written
     assert written == []
     turns.set()
     drafts.close()
     assert written[-1] == "a" * 199
-    assert len(written) <= 3  # what came meanwhile is one write
+    assert len(written) <= 3  # all drafts of the meantime are one write
     assert Drafts(tmp_path / "drafts").load(None) == "a" * 199
 
 

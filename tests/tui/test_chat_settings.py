@@ -1,4 +1,4 @@
-"""The settings of the chat's screen, and hints without the marks of Markdown."""
+"""The settings of the chat's screen, and hints without Markdown markers."""
 
 from __future__ import annotations
 

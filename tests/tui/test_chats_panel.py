@@ -1,4 +1,4 @@
-"""The panel of conversations: what was said anywhere is found, and opened where it was said."""
+"""The panel of conversations finds text in any turn, and opens the conversation at that turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tui.conftest import Driver, words_of
 
 
 def _said(history: History, *texts: str) -> Session:
-    """A conversation of questions and answers by turns."""
+    """Return a conversation of alternating questions and answers."""
     session = Session(history, "scripted")
     for i, text in enumerate(texts):
         if i % 2 == 0:
@@ -40,7 +40,7 @@ async def _panel(d: Driver, key: str = "ctrl+o") -> None:
 
 def test_a_word_is_shown_where_it_was_said_and_opened_there(drive: Any, history: History) -> None:
     session = _said(history, "rivers", "the Danube and others", "more")
-    # the branch with the Danube is not shown any more
+    # the branch with the Danube is no longer shown
     session.ask("seas", instead=session.turns[0])
     _said(history, "mountains", "the Eiger")
 
@@ -82,7 +82,11 @@ def test_words_are_found_in_the_conversation_on_screen_alone(drive: Any, history
 def test_the_next_and_the_one_before_are_a_key_away_and_each_hit_is_marked(
     drive: Any, history: History
 ) -> None:
-    """Also within one long turn, beyond the turns on screen, and round at the ends."""
+    """Keys move to the next and the previous hit, and each hit is marked.
+
+    This includes hits in one long turn, hits outside the turns on screen, and wrapping at both
+    ends.
+    """
     long = "\n\n".join(f"a NEEDLE in paragraph {n}\n\n" + "hay\n\n" * 20 for n in range(2))
     session = _said(
         history,
@@ -136,7 +140,7 @@ def test_a_conversation_is_listed_with_its_model_its_date_and_its_end(
         await d.until(lambda: "Answer: the Eiger" in d.screen())
         await d.press("ctrl+x")
         assert "again to remove “mountains” permanently" in d.screen()
-        await d.press("up", "ctrl+x")  # another one: asked anew
+        await d.press("up", "ctrl+x")  # another conversation, so it must be confirmed again
         assert "again to remove “rivers” permanently" in d.screen()
         assert len(history.list()) == 2
 

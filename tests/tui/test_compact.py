@@ -1,5 +1,7 @@
-"""A conversation too long for the context, in the chat: nothing typed is lost, and /compact is the
-way on."""
+"""A conversation that is too long for the context, in the chat.
+
+No typed text is lost, and /compact makes the conversation fit.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def test_a_full_context_keeps_the_question_and_compact_answers_it(
 
     drive(play, size=(120, 40))
     assert [r.get("truncation") for r in server.requests] == [None, None, "auto", "auto"]
-    # all of it is sent
+    # every message is sent
     assert [m["content"] for m in server.requests[2]["messages"]] == ["first", "one", "second"]
     assert [text for _, text in _stored(history)] == [
         "first",

@@ -1,5 +1,7 @@
-"""What the chat asks the server to count is what the engine then reads: at a real model, with and
-without an answer."""
+"""The tokens that the server counts for the chat are those that the engine then reads.
+
+A real model is used, with and without an answer.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A conversation file may be damaged, and so may an imported file: the chat opens the rest, or says
-which file is damaged."""
+"""Damaged conversation files and damaged imported files.
+
+The chat opens the rest, or names the damaged file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Mermaid's flowcharts and sequence diagrams: drawn if they fit, else shown as their source."""
+"""Mermaid's flowcharts and sequence diagrams are drawn if they fit; otherwise the source is
+shown."""
 
 from __future__ import annotations
 

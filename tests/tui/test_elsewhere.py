@@ -1,5 +1,7 @@
-"""How far a long prompt is, and what tells somebody who looks at another window that the answer is
-there."""
+"""The progress of a long prompt, and the signal that an answer is complete.
+
+The signal is for users who look at another window.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tui.scripted_sse import Finish, Gate, Say
 def test_reading_a_prompt_tells_rate_elapsed_and_remaining() -> None:
     now_s = [0.0]
     meter = AnswerMeter(lambda: now_s[0])
-    # the cache had them
+    # the cache had these tokens
     assert meter.reading(2_000, 10_000) == "reading the prompt… 2,000 of 10,000 tokens"
     now_s[0] = 4.0
     assert (

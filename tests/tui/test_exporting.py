@@ -1,4 +1,4 @@
-"""A conversation as a file: everything that was said is in it, wherever it was said."""
+"""An exported conversation contains all messages of all branches."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_json_holds_every_branch(session: Session) -> None:
 
 
 def _shape(history: History, conv_id: str) -> list[tuple[object, ...]]:
-    """What a conversation is, whatever its ids."""
+    """Return a conversation's content without its ids."""
     turns, head = history.tree(conv_id)
     place = {0: 0} | {t.id: i for i, t in enumerate(turns, 1)}
     return [

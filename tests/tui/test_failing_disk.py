@@ -1,5 +1,7 @@
-"""A disk that is full, locked or damaged under an open chat: it says so, goes on, and writes what
-it owes once it can."""
+"""A disk that is full, locked or damaged while a chat is open.
+
+The chat reports it, continues, and writes the missing data when the disk allows.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def test_a_whole_answer_that_was_refused_is_sent_along_and_written_before_the_ne
         gate.opened.set()
         await d.until(lambda: not d.app.chat.answering)
         assert texts(history) == ["q"]
-        await d.send("r " * 9000)  # refused: there is no room for it either
+        await d.send("r " * 9000)  # refused: it does not fit either
         await d.until(lambda: "still in the input" in d.screen())
         assert d.app.page.composer.text.startswith("r r")
         disk.free()

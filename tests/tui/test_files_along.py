@@ -1,5 +1,7 @@
-"""Files that go with a question: found by @, dropped on the terminal, pasted; each with its cost
-before it is sent."""
+"""Files with a question: found by @, dropped on the terminal, or pasted.
+
+Each file's token cost is shown before it is sent.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LaTeX as Unicode where it is a formula, and never a price or code."""
+"""LaTeX formulas are shown as Unicode; prices and code are not changed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The glass panel: bytes per token, the machine's bandwidth and the answer's time, true to the
-server's own figures."""
+"""The glass panel: bytes per token, memory bandwidth and the answer's time.
+
+They agree with the server's own figures.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,10 @@ def test_bandwidth_is_bytes_of_a_step_over_the_time_of_a_step() -> None:
 def test_an_answer_beside_its_plan_says_why_where_that_is_known(
     basis: str, tok_s: float, said: str
 ) -> None:
-    """The plan says 10 to 13 tokens a second."""
+    """An answer outside its plan's range shows the reason, if it is known.
+
+    The plan predicts 10 to 13 tokens a second.
+    """
     physics = ModelPhysics.of({**PHYSICS, "bandwidth_basis": basis})
     lines = panel_lines(physics, AnswerSpeed(live=tok_s))
     after = lines[[line.startswith("  planned") for line in lines].index(True) + 1].strip()
@@ -147,7 +152,7 @@ def test_one_key_shows_it_beside_the_conversation_or_above_it(
             lines = [
                 line.rstrip() for line in panel_lines(d.app.chat.listed.physics, d.app.chat.speed)
             ]
-            assert [line for line in lines if line not in screen] == []  # none is folded
+            assert [line for line in lines if line not in screen] == []  # no line is wrapped
             assert "PROMPT 750 of 950 from cache" in screen
             assert "drafts: 4 of 12 accepted" in screen
             assert "planned      11.5  (10 to 13)" in screen
@@ -155,7 +160,7 @@ def test_one_key_shows_it_beside_the_conversation_or_above_it(
             bar = next(
                 line for line in screen.splitlines() if line.count("█") + line.count("░") >= 35
             )
-            assert bar.count("█") == pytest.approx(0.8 * 36, abs=1)  # the bandwidth, as one bar
+            assert bar.count("█") == pytest.approx(0.8 * 36, abs=1)  # the bandwidth as one bar
         await d.press("f3")
         await d.until(lambda: "EACH TOKEN READS" not in d.screen())
 
@@ -183,8 +188,10 @@ def test_the_panel_tells_of_a_pace_that_was_set(
 def test_the_status_line_fits_itself_whenever_its_room_changes(
     drive: Any, server: ScriptedServer
 ) -> None:
-    """Whatever takes the room, and with nobody telling the line: what came a moment too early left
-    it cut."""
+    """The status line adapts whenever its width changes, without a call to it.
+
+    An update that came a moment too early once left it cut off.
+    """
     server.play(
         Say(["four ", "words ", "of ", "answer"]), Finish(usage=(950, 101, 750), timings=TIMINGS)
     )
@@ -211,7 +218,7 @@ def test_of_an_answer_that_was_stopped_nothing_more_is_awaited(
         await d.send("how fast?")
         await d.press("f3")
         await d.until(lambda: "as it arrives" in d.screen() and "known when" in d.screen())
-        assert "each token reads" not in d.screen()  # the panel says it
+        assert "each token reads" not in d.screen()  # the panel shows it
         await d.press("escape")
         await d.until(lambda: "as it arrived" in d.screen())
         assert "known when" not in d.screen()
@@ -247,7 +254,7 @@ def test_a_narrower_terminal_has_it_above_the_conversation(
         assert "TIME" in d.screen()  # in a second column
         await d.pilot.resize_terminal(40, 20)
         await d.until(lambda: panel.max_scroll_y > 0)
-        panel.scroll_end(animate=False)  # as the wheel does
+        panel.scroll_end(animate=False)  # like the wheel
         await d.until(lambda: "TIME" in d.screen())
         await d.press("f3")
         await d.until(lambda: "EACH TOKEN" not in d.screen())
@@ -273,8 +280,8 @@ def test_at_a_real_model_it_is_what_the_engine_measured(smollm2: Path) -> None:
         assert done.usage is not None
         physics = listed.physics
         assert physics is not None
-        # SmolLM2-135M: 30 layers, 3 KV heads of 64, keys and values in 16 bits; of its 98 MB file
-        # all but little is read.
+        # SmolLM2-135M: 30 layers, 3 KV heads of 64, keys and values in 16 bits. Almost all of its
+        # 98 MB file is read.
         assert physics.kv_bytes(100) == pytest.approx(100 * 30 * 2 * 3 * 64 * 2, rel=0.01)
         assert 75e6 < physics.token_bytes(0) < 115e6
         took = done.timings

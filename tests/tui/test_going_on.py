@@ -1,4 +1,4 @@
-"""An answer that was stopped, cut or broken off is gone on with: the same answer, longer."""
+"""An answer that was stopped, cut or interrupted can be continued: the same answer gets longer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_cut_and_a_broken_answer_are_gone_on_with(
         await d.ask("q")
         await d.ask("/more")
         assert "busy" in d.screen()
-        assert _stored(history) == ["q", "half"]  # what there was is kept
+        assert _stored(history) == ["q", "half"]  # the partial answer is kept
         await d.ask("/more")
 
     drive(play)

@@ -1,5 +1,4 @@
-"""The keys, the wheel and the paste that people bring from other programs, and names that fit no
-line."""
+"""Keys, mouse wheel and paste as in other programs, and names that are too long for a line."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ def test_the_machine_that_is_typed_is_seen(drive: Any) -> None:
 
 
 def counted_exits(d: Driver) -> list[str]:
-    """Has the chat note that it would leave, and stay."""
+    """Replace the chat's exit by a record of each attempt."""
     left: list[str] = []
 
     async def leave() -> None:
@@ -158,7 +157,7 @@ def test_no_error_names_a_place_in_a_request() -> None:
 
 
 class Loading:
-    """An engine that is loading, half way."""
+    """An engine whose load is half complete."""
 
     model, api_key, unix_socket, where, ours = "scripted", None, "", "", True
 
@@ -239,7 +238,7 @@ def test_a_slash_offers_commands_that_arrows_choose_and_enter_runs(drive: Any) -
         await d.press("slash")
         await d.until(lambda: "start a new conversation" in d.screen())
         await d.press("z")
-        assert not d.app.page.composer.menu.display  # nothing is called so
+        assert not d.app.page.composer.menu.display  # no command has this name
         await d.press("ctrl+c", *"/ampl")
         await d.until(
             lambda: "show or set the sampling" in d.screen()
@@ -249,6 +248,6 @@ def test_a_slash_offers_commands_that_arrows_choose_and_enter_runs(drive: Any) -
         await d.press("ctrl+c", "slash", "t", "down", "enter")
         await d.until(lambda: d.app.page.composer.text == "")
         await d.press(*"/att", "enter")
-        assert d.app.page.composer.text == "/attach "  # it wants a file
+        assert d.app.page.composer.text == "/attach "  # the command needs a file
 
     drive(play)

@@ -1,5 +1,7 @@
-"""Images in the chat: attached like any file, sent as parts of the question, their tokens counted
-by the server."""
+"""Images in the chat are attached like files and sent as parts of the question.
+
+The server counts their tokens.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ PIXEL = base64.b64decode(
 
 
 def _asked_once(url: str, shot: Path) -> subprocess.CompletedProcess[str]:
-    """`localllm chat` with one question about `shot`, at the server at `url`."""
+    """Run `localllm chat` with one question about `shot`, at the server at `url`."""
     chat = [sys.executable, "-m", "localllm", "chat", "--url", url, "--attach", str(shot)]
     return subprocess.run(
         [*chat, "--max-tokens", "4", "what is wrong here?"],
@@ -48,7 +50,7 @@ def _asked_once(url: str, shot: Path) -> subprocess.CompletedProcess[str]:
 
 
 async def _cost(url: str, file: Path) -> tuple[str, bool]:
-    """What the list of `@` shows for `file`, and whether it can be attached."""
+    """Return the cost that the list of `@` shows for `file`, and whether it can be attached."""
     client = ChatClient(url + "/v1")
     try:
         return await file_cost(client, "tiny", file, 512)
@@ -151,8 +153,11 @@ def test_one_answer_about_a_picture_and_what_it_costs(tmp_path: Path) -> None:
 def test_a_model_that_reads_text_only_says_so_before_and_after(
     tmp_path: Path, few_layers: Path
 ) -> None:
-    """In the list of `@`, in one answer, and in the chat, where the next question goes on without
-    the image."""
+    """A model without image input causes a clear message before and after sending.
+
+    It appears in the list of `@`, in a single answer, and in the chat, which continues without
+    the image.
+    """
     shot = tmp_path / "shot.png"
     shot.write_bytes(PIXEL)
     engine = Supervisor(

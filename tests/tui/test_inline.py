@@ -1,5 +1,7 @@
-"""`localllm chat --inline` on terminals: each turn stands once in the scrollback, whatever is
-resized; the caret is where one types."""
+"""`localllm chat --inline` on terminals.
+
+Each turn is in the scrollback exactly once, after any resizing. The cursor is in the input.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ WITHIN_S = 60.0
 
 
 class Window(Protocol):
-    """A terminal that runs the chat: what it shows, its scrollback included, and where its cursor
-    is."""
+    """A terminal that runs the chat: its text with the scrollback, and the position of its
+    cursor."""
 
     def lines(self) -> list[str]: ...
     def row(self) -> str: ...
@@ -46,7 +48,7 @@ class Window(Protocol):
 
 
 class CuttingWindow:
-    """As xterm: lines are cut off when it is made narrower. pyte plays it."""
+    """A terminal like xterm, emulated by pyte: a narrower window cuts lines off."""
 
     def __init__(self, *args: str) -> None:
         pyte = pytest.importorskip("pyte")
@@ -92,8 +94,11 @@ class CuttingWindow:
         os.kill(self._terminal.child.pid, signal.SIGWINCH)
 
     def _lower(self, rows: int) -> None:
-        """pyte would drop lines at the top: xterm drops those below the cursor, and then moves the
-        top into the scrollback."""
+        """Reduce the height like xterm.
+
+        pyte would drop lines at the top. xterm drops those below the cursor, and then moves the
+        top into the scrollback.
+        """
         screen, cursor = self._screen, self._screen.cursor
         x, y, less = cursor.x, cursor.y, screen.lines - rows
         if less > 0:
@@ -122,7 +127,7 @@ class CuttingWindow:
 
 
 class ReflowingWindow:
-    """tmux, which breaks lines anew."""
+    """A tmux terminal, which wraps lines again after resizing."""
 
     def __init__(self, *args: str) -> None:
         if shutil.which("tmux") is None:
@@ -246,7 +251,7 @@ def test_each_turn_stands_in_the_scrollback_once_whatever_is_resized(
     until(w.ended)
     shown = said(w)
     words = [word for word in shown.split() if word.startswith("word")]
-    cut = isinstance(w, CuttingWindow)  # what was right of the narrowest window is gone there
+    cut = isinstance(w, CuttingWindow)  # it loses text beyond the narrowest width
     assert words == (
         [word.strip() for word in prose if word.strip() in words]
         if cut
@@ -370,7 +375,10 @@ def test_plain_takes_a_paste_as_one_question_however_long(
 def test_in_plain_the_key_that_sleeps_is_no_letter(
     server: ScriptedServer, window: Callable[..., Window]
 ) -> None:
-    """The terminal of a test has no shell to go back to: it only must not be written."""
+    """In plain mode Ctrl+Z is not written as a letter.
+
+    The terminal of this test has no shell to return to, so the suspension itself is not tested.
+    """
     server.answer("fine")
     w = window("--plain")
     until(lambda: w.row() == ">")

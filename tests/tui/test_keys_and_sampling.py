@@ -1,4 +1,4 @@
-"""Keys as config.toml has them, and how answers are drawn, in sight."""
+"""Keys from config.toml, and visible sampling settings."""
 
 from __future__ import annotations
 

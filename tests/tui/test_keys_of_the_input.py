@@ -1,5 +1,4 @@
-"""The input's keys beyond typing: whole characters, earlier questions, an editor, and a sleep of
-the whole process."""
+"""Keys of the input: whole characters, earlier questions, an external editor, and suspension."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from tui.test_chat_command import Terminal, drafts, pty, terminal
 
 __all__ = ["terminal"]
 
-# One of each kind, and all the others in the long lane.
+# One character of each kind. The long tests try all others.
 KINDS = ["a", "e\u0301", "👩‍👩‍👧‍👦", "🇩🇪", "각", "नि"]
 OTHERS = ["é", "o\u0302\u0323", "👍🏽", "1️⃣", "❤️", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "กำ", "日", "🏳️‍🌈"]
 
@@ -61,7 +60,7 @@ def test_enter_takes_what_is_typed_and_not_what_was_offered_before(
     async def play(d: Driver) -> None:
         await d.type("/comp")
         await d.until(lambda: d.app.page.composer.menu.display)
-        for key in ("ctrl+u", "h", "i", "enter"):  # faster than the menu follows
+        for key in ("ctrl+u", "h", "i", "enter"):  # faster than the menu updates
             d.app.post_message(events.Key(key, key if len(key) == 1 else None))
         await d.until(lambda: bool(server.requests) or "nothing to compare" in d.screen())
         assert "nothing to compare" not in d.screen()
@@ -84,7 +83,7 @@ EDITS = {
 
 @pytest.mark.parametrize("where", ["composer", "search"])
 def test_what_is_typed_overtakes_no_key(drive: Any, where: str) -> None:
-    """However fast they come: all of them are on their way before the first is taken."""
+    """Keys are handled in order at any speed, even if all arrive before the first is handled."""
 
     async def play(d: Driver) -> None:
         box: Any = d.app.page.composer
@@ -136,7 +135,7 @@ def test_ctrl_r_brings_back_what_was_asked_in_any_conversation(
         "and a buoy?",
         "what is a lighthouse?",
     ]
-    # what was typed, not what went along
+    # the typed text, without attachments
     assert [*history.typed_questions("LIGHTHOUSE")] == ["what is a lighthouse?"]
     assert [*history.typed_questions(limit=1)] == ["why is the sky blue?"]
 
@@ -161,7 +160,7 @@ def test_ctrl_r_brings_back_what_was_asked_in_any_conversation(
 
 
 def editor(folder: Path, does: str) -> str:
-    """A program that is an editor."""
+    """Return a program that acts as an editor."""
     file = folder / "an editor.sh"
     file.write_text(f"#!/bin/sh\n{does}\n")
     file.chmod(file.stat().st_mode | stat.S_IXUSR)
@@ -220,7 +219,7 @@ def test_a_chat_that_was_asleep_is_drawn_again(
     _, status = os.waitpid(chat.child.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
     if sleep == signal.SIGTSTP:
-        chat.until("\x1b[?1049l")  # the shell has its screen back
+        chat.until("\x1b[?1049l")  # the shell's screen is restored
     chat.seen = b""
     os.kill(chat.child.pid, signal.SIGCONT)
     chat.until("\x1b[?1049h")
@@ -240,7 +239,7 @@ def test_no_key_overtakes_what_was_typed_before_it(
     server.answer("Bonjour")
     chat = terminal()
     chat.until("Enter sends")
-    chat.type("typed at once\x04\x03still here\r")  # Ctrl+D finds a text, Ctrl+C clears it
+    chat.type("typed at once\x04\x03still here\r")  # only Ctrl+C clears a text
     chat.until("Bonjour")
     chat.type("\x11")
     assert chat.rest() == 0

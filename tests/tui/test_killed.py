@@ -1,5 +1,7 @@
-"""The real program on a real terminal: killed in the middle of an answer nothing is lost, and no
-byte it writes is foreign."""
+"""The real program on a real terminal.
+
+If it is killed during an answer, no text is lost. It writes no unexpected bytes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ WITHIN_S = 60
 
 
 class Terminal:
-    """A chat on a terminal of its own; `seen` is all that it wrote."""
+    """A chat on its own terminal. `seen` is all of its output."""
 
     def __init__(self, *arguments: str) -> None:
         self._master, slave = os.openpty()
@@ -95,7 +97,7 @@ def test_killed_in_the_middle_of_an_answer_and_opened_again(
     first.until(b"\x1b[?1049h", b"scripted")
     first.type(b"tell me\r")
     first.until(b"lastword")
-    # written within half a second of coming
+    # it is written at most half a second after it arrives
     first.until_true(lambda: "lastword" in "".join(stored()))
     first.type(b"typed and not sent")
     first.until_true(
@@ -114,11 +116,11 @@ def test_killed_in_the_middle_of_an_answer_and_opened_again(
     terminals.append(again)
     again.until(b"lastword", b"typed and not sent", b"/more")
     assert b"Traceback" not in first.seen + again.seen
-    again.type(b"\x03\x04")  # it quits an empty input: what was typed is cleared first
+    again.type(b"\x03\x04")  # Ctrl+D quits only if the input is empty, so Ctrl+C clears it first
     again.process.wait(timeout=WITHIN_S)
     assert again.process.returncode == 0
     assert b"\x1b]52" not in again.seen
-    # the terminal is given back
+    # the terminal is restored
     assert b"\x1b[?1049l" in again.seen or select.select([again._master], [], [], 1)[0]
 
 

@@ -1,4 +1,4 @@
-"""The work of a screen grows with the length of a text as the text does, whatever it contains."""
+"""The work of a screen is linear in the length of a text, whatever it contains."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS = [
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of the texts that are parsed as Markdown, as blocks or as words."""
+    """Record the lengths of texts that are parsed as Markdown, as blocks or as inline text."""
     lengths: list[int] = []
     for name in ("parse", "parseInline"):
         monkeypatch.setattr(MarkdownIt, name, counting(getattr(MarkdownIt, name), lengths))

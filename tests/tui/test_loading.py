@@ -1,5 +1,7 @@
-"""The chat opens at once: the model loads behind the screen, and what is asked meanwhile waits for
-it."""
+"""The chat opens at once and loads the model in the background.
+
+Questions sent meanwhile wait for the model.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tui.scripted_sse import ScriptedServer
 
 
 class Engine:
-    """An engine whose loading a test plays."""
+    """An engine whose loading a test controls."""
 
     model, api_key, unix_socket, ours = "scripted", None, "", True
 
@@ -48,7 +50,7 @@ def test_a_question_waits_for_the_model_and_is_answered(drive: Any, server: Scri
         await d.send("hello in French")
         engine.now = EngineProgress("loading", 0.42)
         await d.until(lambda: "loading scripted 42%" in d.screen().splitlines()[0])
-        await d.until(lambda: "loading scripted 42%…" in d.screen())  # in the answer's place, too
+        await d.until(lambda: "loading scripted 42%…" in d.screen())  # also at the answer's place
         assert server.requests == []
         engine.now = EngineProgress()
         await d.until(lambda: not d.app.chat.answering)
@@ -106,7 +108,10 @@ asyncio.run(main())
 
 
 def test_the_code_of_a_request_is_read_while_the_model_loads() -> None:
-    """It would take a third of the wait for the first token."""
+    """The code that a request needs is imported while the model loads.
+
+    Otherwise the import would take a third of the wait for the first token.
+    """
     looks = subprocess.run(
         [sys.executable, "-c", _WAITS_UNTIL_HTTPX_IS_READ],
         capture_output=True,
@@ -132,7 +137,7 @@ def test_what_loading_ended_in_is_said_with_a_way_on_and_the_chat_stays(
         assert "take a smaller one" in d.screen()
         assert "/model shows the other" in d.screen()
         assert d.app.page.composer.text == "half a thought"
-        await d.press("enter")  # asked again, since memory may be free by now
+        await d.press("enter")  # a retry, since memory may be free by now
         await d.until(lambda: not d.app.chat.answering)
         assert "here" in d.screen()
 
@@ -182,8 +187,10 @@ def test_it_says_that_it_is_attached_and_how_to_go_on_without_the_server(
 
 
 def test_a_model_that_can_not_be_loaded_leaves_the_others(tiny_model: Path, tmp_path: Path) -> None:
-    """At the real engine: a broken file is said, and another installed model answers in the same
-    chat."""
+    """If a model cannot be loaded, another installed model can answer in the same chat.
+
+    This uses the real engine and a broken file, which is reported.
+    """
     import asyncio
     import shutil
 

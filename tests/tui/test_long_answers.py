@@ -1,5 +1,7 @@
-"""A long answer: one widget, of which a frame draws what is on screen, and all of it is there when
-one looks."""
+"""A long answer is one widget.
+
+Each frame draws only the part on screen. Scrolling shows all of the text.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tui.scripted_sse import Finish, Gate, Say, ScriptedServer
 
 
 async def reopen(d: Driver) -> None:
-    """Show the conversation as one that is opened from disk."""
+    """Show the conversation as if it was opened from disk."""
     streamed = d.app.screen.query_one(AnswerView)
     await d.app.chat.open(
         type(d.app.chat.session)(d.app.chat.session.history, "m", conv_id=d.app.chat.session.id)
@@ -80,7 +82,7 @@ def test_all_of_a_long_answer_is_there_when_one_scrolls(drive: Any, server: Scri
                 lambda: d.app.page.transcript.scroll_y == d.app.page.transcript.scroll_target_y
             )
             seen += [line.strip() for line in d.screen().splitlines()]
-        assert d.app.page.transcript.virtual_size.height == height  # nothing jumps
+        assert d.app.page.transcript.virtual_size.height == height  # the position does not change
         for n in range(1, 5):
             assert any(f"Section {n}" in line for line in seen), n
         assert any(line.endswith("go on") for line in seen)
@@ -93,7 +95,7 @@ def test_all_of_a_long_answer_is_there_when_one_scrolls(drive: Any, server: Scri
 
 
 def at_the_end(d: Driver) -> bool:
-    """Whether the transcript is scrolled to its end, which a frame may not be yet."""
+    """Return whether the transcript is scrolled to its end. One frame may be late."""
     transcript = d.app.page.transcript
     return transcript.scroll_y == transcript.max_scroll_y
 
@@ -108,7 +110,7 @@ def test_a_stored_long_answer_looks_as_it_did(drive: Any, server: ScriptedServer
         shown, height = d.screen(), d.app.page.transcript.virtual_size.height
         await reopen(d)
         await d.until(lambda: "the very end" in d.screen())
-        # A frame may still show the scroll position of the one before, so wait for the whole screen.
+        # A frame may still show the previous scroll position, so wait for the whole screen.
         await d.until(lambda: d.screen() == shown)
         assert d.app.page.transcript.virtual_size.height == height
         assert words_of(d.app.screen.query_one(AnswerView)) == said
@@ -228,7 +230,7 @@ def test_the_colours_are_the_themes(drive: Any, server: ScriptedServer) -> None:
         for theme in ("nord", "solarized-light"):
             d.app.theme = theme
             accent = Color.parse(d.app.available_themes[theme].accent or "")
-            # The theme's own, or as little away from it as it takes to be read.
+            # The theme's accent, or the closest readable colour.
             await d.until(lambda accent=accent: near(colour(), accent))  # type: ignore[misc]
             assert d.app.theme == theme
 

@@ -1,5 +1,7 @@
-"""A question too long costs nothing but itself: its price is shown, it is not sent, and what failed
-spoils nothing."""
+"""A question that is too long is not sent.
+
+Its token count is shown, and the failure affects no other turn.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,7 @@ def test_a_question_that_failed_is_not_joined_to_the_next(
 
     drive(play)
     assert [_sent(server, i) for i in (1, 2)] == [["hi"], ["hi", "hello", "and?"]]
-    assert _stored(history)[0] == "a very long paste"  # it stays on disk
+    assert _stored(history)[0] == "a very long paste"  # it remains on disk
     drive(reopened, resume=history.list()[0].id)
 
 

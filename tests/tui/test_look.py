@@ -1,5 +1,7 @@
-"""Colours: every text here can be read in every theme, light terminals are known, and sixteen
-colours are the terminal's own."""
+"""Colours: every text is readable in every theme, and light terminals are recognised.
+
+With sixteen colours, the chat uses the terminal's own.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,11 @@ def test_a_light_terminal_says_so(said: str, light: bool) -> None:
 
 
 def test_the_terminal_is_asked_while_other_things_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its own words, though what commands print has no control characters; what is typed
-    meanwhile is kept, and not echoed."""
+    """The terminal's background colour is queried while the start continues.
+
+    The query is written although the output of commands is filtered. Keys that are typed
+    meanwhile are kept, and not echoed.
+    """
     termios = pytest.importorskip("termios")
     master, slave = os.openpty()
     before = termios.tcgetattr(slave)

@@ -1,5 +1,7 @@
-"""A server may list its models in any way: the chat reads the list or refuses it in a sentence,
-within a bounded memory."""
+"""A server may list its models in any way.
+
+The chat reads the list, or refuses it with one sentence, within a memory limit.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ ALL = [*listings(PLACES)]
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Allows a LocalLLMError, and MOST_BYTES of memory."""
+    """Allow a LocalLLMError, and at most MOST_BYTES of memory."""
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     try:

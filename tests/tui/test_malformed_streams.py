@@ -1,5 +1,4 @@
-"""A server may send anything: no interface ends in a traceback, and the good part of the answer is
-kept."""
+"""A server may send any data: no interface shows a traceback, and the good part is kept."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from tui.test_chat_client import collect
 from tui.test_tools import Host, asks
 
 ALL = [*shapes()]
-# The long lane shows every shape on every interface. `test_every_shape_is_read` reads all of them.
+# The long tests show every shape on every interface. `test_every_shape_is_read` reads all of them.
 SHOWN = ALL if NEW else ALL[::12]
 
 
@@ -97,7 +96,7 @@ def test_the_error_names_the_malformed_part(server: ScriptedServer, chunk: str, 
 def _play(server: ScriptedServer) -> Sequence[str]:
     for _, stream in SHOWN:
         server.play(Raw(stream))
-    for _ in range(len(SHOWN)):  # a call of a tool is answered, which is one more request
+    for _ in range(len(SHOWN)):  # a tool call is answered, which is one more request
         server.play(Say([GOOD]), Finish())
     return [f"question {n}" for n in range(len(SHOWN) + 1)]
 
@@ -143,7 +142,7 @@ def test_inline(server: ScriptedServer, history: History, monkeypatch: pytest.Mo
     from localllm_tui.inline.chat import InlineFace
     from localllm_tui.inline.page import InlinePage
 
-    # a pipe has no terminal's modes
+    # a pipe has no terminal modes
     monkeypatch.setattr(InlinePage, "keep_terminal_over_sleep", lambda _: None)
     asked = _play(server)
 

@@ -1,5 +1,8 @@
-"""Markdown as rows: the same however it came, whole at every width, and what is finished is not
-laid out again."""
+"""Markdown as rows.
+
+The rows are the same for every division into pieces and complete at every width. Finished rows
+are not laid out again.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def shown(rows: MarkdownRows, width: int = 40) -> str:
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=25), st.integers(1, 60))
-# a quote of nothing has no rows to stand apart from
+# an empty quote has no rows, so it needs no space around it
 @example([">", "\n", "# Head\n", "# Head\n"], 40)
 @settings(max_examples=examples(300))
 def test_a_text_that_grew_looks_as_the_whole_of_it(pieces: list[str], width: int) -> None:
@@ -61,7 +64,7 @@ def test_what_a_frame_lays_out_does_not_grow_with_the_text(plain: bool) -> None:
     said = list(words(20_000))
 
     def anew(before: int) -> int:
-        """The most rows that a piece makes anew behind so much text."""
+        """Return the most rows that one piece lays out again after `before` pieces."""
         rows = MarkdownRows("".join(said[:before]), plain=plain)
         rows.at(100)
         most = 0

@@ -1,5 +1,7 @@
-"""The meter and the glass panel at a real engine: what is on screen is what the server counted and
-measured, in every state."""
+"""The meter and the glass panel with a real engine.
+
+In every state, the screen shows the values that the server counted and measured.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ CONTEXT = 1024
 
 
 class Recording(ChatClient):
-    """Remembers how the server said that each answer ended."""
+    """A client that records how the server ended each answer."""
 
     ends: list[AnswerDone]
 
@@ -41,13 +43,13 @@ class Recording(ChatClient):
 
 
 def meter(d: Driver) -> int | None:
-    """The tokens that the status line shows."""
+    """Return the tokens that the status line shows."""
     found = re.search(r"context ([\d,]+)/", d.screen().splitlines()[-1])
     return int(found[1].replace(",", "")) if found else None
 
 
 def ended(client: Recording) -> int:
-    """The tokens that the server counted for the newest answer and its prompt."""
+    """Return the tokens that the server counted for the newest answer and its prompt."""
     usage = client.ends[-1].usage
     assert usage is not None
     return usage.prompt + usage.completion
@@ -58,7 +60,7 @@ def key_of(engine: OwnEngine) -> dict[str, str]:
 
 
 async def counted(engine: OwnEngine, d: Driver) -> int:
-    """The server's count of the conversation, asked beside the chat."""
+    """Return the server's count of the conversation, requested without the chat."""
     body = {"model": engine.model, "input": d.app.chat.session.context()}
     async with httpx.AsyncClient(headers=key_of(engine)) as http:
         said = await http.post(f"{engine.base_url}/responses/input_tokens", json=body, timeout=60)
@@ -66,7 +68,7 @@ async def counted(engine: OwnEngine, d: Driver) -> int:
 
 
 async def in_every_state(engine: OwnEngine, history: History) -> None:
-    """Through all that can become of an answer; the conversation stays for who opens it again."""
+    """Check all states of an answer. The conversation stays, so a test can open it again."""
     async with Recording(
         engine.base_url, engine.api_key, sampling={"temperature": 0, "max_tokens": 12}
     ) as client:
@@ -93,11 +95,11 @@ async def in_every_state(engine: OwnEngine, history: History) -> None:
             await d.until(lambda: meter(d) == edited)
             app.chat.listed = replace(
                 app.chat.listed, n_ctx=None
-            )  # else the chat itself would refuse it
+            )  # otherwise the chat itself would refuse it
             await d.ask("too long " * CONTEXT)
             await d.until(lambda: "Error:" in d.screen())
             await d.ask("/model " + engine.model)
-            assert await counted(engine, d) == edited  # what failed is not sent on
+            assert await counted(engine, d) == edited  # a failed question is not sent again
             await d.until(lambda: meter(d) == edited)
             client.sampling["max_tokens"] = 600
             await d.send("Write a long story about the sea.")
@@ -129,7 +131,7 @@ async def opened_again(engine: OwnEngine, history: History) -> None:
             assert meter(d) == ended(client)
             usage = client.ends[-1].usage
             assert usage is not None
-            assert usage.prompt == stopped  # what was shown is what the engine then read
+            assert usage.prompt == stopped  # the displayed count equals what the engine then read
 
 
 async def speed_on_screen(engine: OwnEngine, history: History) -> None:
@@ -152,7 +154,7 @@ async def speed_on_screen(engine: OwnEngine, history: History) -> None:
             assert usage is not None
             assert took is not None
             (_, _), *points = physics["kv_read_bytes"]
-            # all its layers see the whole context: a straight line
+            # all layers see the whole context, so the bytes grow linearly
             kv_per_token = points[0][1] / points[0][0]
             depth = usage.prompt + usage.completion / 2
             read = sum(physics["weights"].values()) + kv_per_token * depth

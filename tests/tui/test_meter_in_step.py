@@ -1,5 +1,7 @@
-"""The context that the meter shows is what the server counts: stopped, reopened, failed, while it
-streams, resized."""
+"""The meter shows the context that the server counts.
+
+The states are stopped, reopened, failed, streaming and resized.
+"""
 
 from __future__ import annotations
 

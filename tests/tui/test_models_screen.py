@@ -1,5 +1,5 @@
-"""The screen of models: plans that change as the sliders move, downloads beside the chat, and what
-is on the disk."""
+"""The models screen: plans that follow the sliders, downloads during a chat, and installed
+files."""
 
 from __future__ import annotations
 
@@ -94,13 +94,16 @@ def test_plans_are_listed_as_they_are_made_and_keys_are_answered_meanwhile(drive
         for _ in range(2):
             it.row_gate.release()
         await d.until(lambda: "3 fit ·" in d.screen() and "SMALL" in d.screen())
-        assert "why mid" in d.screen()  # what was chosen still is
+        assert "why mid" in d.screen()  # the selection is kept
 
     drive(play, model_service=it)
 
 
 def test_the_bar_stays_on_the_first_row_until_the_user_moves_it(drive: Any) -> None:
-    """Plans arrive in any order: better ones come in above those that are listed."""
+    """The cursor stays on the first row until the user moves it.
+
+    Plans arrive in any order, and better ones are inserted above those that are listed.
+    """
     weak = {"points": -7.4, "basis": "tests", "rated": True}
     guess = {"points": 3.0, "basis": "a guess by size", "rated": False}
     it = ScriptedModelService(
@@ -140,7 +143,7 @@ def test_why_and_another_machine(drive: Any) -> None:
         await d.press("escape", "m", *"rtx", "enter")
         await d.until(lambda: it.requests[-1].machine == "rtx")
         await d.until(lambda: "rtx" in d.screen())
-        await d.press("enter")  # of a simulated machine nothing is pulled
+        await d.press("enter")  # with a simulated machine, no model is pulled
         assert it.pulled == []
         await d.press("m")
         await d.pilot.press(*["backspace"] * 3, *"nonsense", "enter")
@@ -209,7 +212,7 @@ def test_a_download_that_was_stopped_or_failed_goes_on_when_it_is_asked_for_agai
     assert "the hub is down" in second.words()
     it.fails = None
     third = pulls.start("big:Q4")
-    assert pulls.start("big:Q4") is third  # it is on its way
+    assert pulls.start("big:Q4") is third  # it is already running
     for _ in range(4):
         it.go_on.release()
     assert _ended(third)
@@ -249,12 +252,12 @@ def test_what_is_on_the_disk_is_shown_with_its_owner_and_removed_after_a_second_
         await d.press("delete")
         assert "Delete again removes old (2.0 GB) permanently" in d.screen()
         assert it.removed == []
-        await d.press("down", "up", "delete")  # moving away takes it back
+        await d.press("down", "up", "delete")  # moving the cursor cancels it
         assert it.removed == []
         await d.press("delete")
         await d.until(lambda: it.removed == ["old"])
         await d.until(lambda: screen.query_one(OptionList).option_count == 1)
-        # it would not: they are another's
+        # Delete would not remove them: they belong to another program
         await d.until(lambda: "Delete removes" not in d.screen())
         await d.press("delete")
         await d.until(lambda: "llama is owned by Ollama" in d.screen())
@@ -418,7 +421,7 @@ def test_the_order_can_be_changed_and_what_answers_here_is_first(drive: Any) -> 
         await d.press("o")
         await d.until(lambda: "by memory" in d.screen())
         assert order() == ["HERE", "SMALL", "MID", "BIG"]
-        # What was planned before stands there at once, while it is planned again.
+        # The earlier plans are shown at once while they are computed again.
         it.gate = threading.Event()
         await d.press("escape", "f4")
         await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and "4 fit ·" in d.screen())

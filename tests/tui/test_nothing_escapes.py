@@ -1,5 +1,4 @@
-"""Whoever wrote a text (a model, a tool, a server, a file's name), the terminal and the screen's
-markup do not obey it."""
+"""Text from models, tools, servers and file names cannot control the terminal or the screen."""
 
 from __future__ import annotations
 
@@ -16,15 +15,13 @@ from tui.scripted_sse import Comment, Finish, Refuse, Say, ScriptedServer
 from tui.test_glass import PHYSICS, TIMINGS
 from tui.test_tools import Host, asks
 
-# The title, the clipboard, a C1 control, markup that runs an action, and markup that closes
-# nothing.
+# The title, the clipboard, a C1 control, markup that runs an action, and unmatched closing markup.
 EVIL = "\x1b]0;t\x07\x1b]52;c;ZXZpbA==\x07\x9b31m[@click=app.quit]go[/][/red]"
 SHOWN = "[@click=app.quit]go"
 
 
 def harmless(d: Driver) -> None:
-    """Nothing on the screen is a control, and nothing in it does anything when it is clicked that
-    we did not put there."""
+    """Check that the screen has no control characters, and no clickable action of the text."""
     shown = d.screen()
     assert not any((ord(c) < 32 and c != "\n") or 0x7F <= ord(c) < 0xA0 for c in shown), repr(shown)
     for strip in d.app.screen._compositor.render_strips():

@@ -1,4 +1,4 @@
-"""Pastes as terminals send them, and the word keys that other inputs have."""
+"""Pastes as terminals send them, and word keys of other programs' inputs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_long_paste_is_a_token_that_is_sent_as_its_text(
         d.app.post_message(events.Paste(pasted))
         await d.until(lambda: "60 lines" in composer.text)
         assert composer.text == "see [paste 1: 60 lines, Tab opens it]"
-        await d.press("backspace")  # it is one character
+        await d.press("backspace")  # a paste is one character
         assert composer.text == "see "
         await d.press("ctrl+z")
         assert composer.text == "see [paste 1: 60 lines, Tab opens it]"

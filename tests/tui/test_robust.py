@@ -1,5 +1,7 @@
-"""What disks, other programs and models do to the chat: nothing said is lost, nothing escapes,
-nothing crashes."""
+"""Disturbances by disks, other programs and models.
+
+No message is lost, no control sequence reaches the terminal, and the chat does not crash.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Prompts that are saved under a name, recent conversations by their number, HTML pages, and the
-chat's own engine in place of a server."""
+"""Saved prompts, recent conversations by number, HTML pages, and the chat's own engine."""
 
 from __future__ import annotations
 

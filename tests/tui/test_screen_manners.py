@@ -1,5 +1,4 @@
-"""Colours, themes, pictures and toasts: what the screen owes to the terminal it is on and the
-person before it."""
+"""Colours, themes, pictures and toasts suit the terminal and do not disturb the user."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def test_no_color_means_none(
         await d.ask("q")
         await d.type("typed")
         assert all(style.color is None and style.bgcolor is None for style in styles())
-        assert any(style.reverse for style in styles())  # the cursor is seen all the same
+        assert any(style.reverse for style in styles())  # the cursor is still visible
         await d.press("f1")
         assert all(style.color is None and style.bgcolor is None for style in styles())
 
@@ -83,7 +82,7 @@ def test_the_start_looks_for_nothing_to_clear_away_and_the_chat_does(drive: Any)
     async def play(d: Driver) -> None:
         await d.until(gc.isenabled)
 
-    gc.disable()  # as the command does
+    gc.disable()  # like the command
     try:
         assert not gc.isenabled()
         drive(play)

@@ -1,5 +1,4 @@
-"""A model that is slower than it was: the chat says what the server found, once, and asks no
-further."""
+"""A model that is slower than before: the chat shows the server's notice once and stops asking."""
 
 from __future__ import annotations
 

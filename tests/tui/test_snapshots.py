@@ -1,10 +1,11 @@
-"""What every screen looks like, as pictures in text in `snapshots/`; and that light themes,
-NO_COLOR and sixteen colours say the same.
+"""Snapshots of every screen as text in `snapshots/`.
 
-A picture is the screen's text and below it, cell by cell, the style that a letter stands for in its
-legend. UPDATE_SNAPSHOTS=1 draws them anew; look at the difference before it is kept. Textual draws
-a little differently from version to version: with another one than they were drawn with the text
-alone is compared.
+Light themes, NO_COLOR and sixteen colours show the same text.
+
+A snapshot is the screen's text, followed by one letter for each cell. A legend gives the style
+of each letter. UPDATE_SNAPSHOTS=1 writes them again; check the difference before you commit.
+Textual draws differently from version to version. With another version than the snapshots', only
+the text is compared.
 """
 
 from __future__ import annotations
@@ -54,12 +55,15 @@ SIZES = [(40, 20), (80, 24), (120, 40), (200, 60)]
 LOOKS = ["dark", "light", "nocolor", "sixteen"]
 CODE = "```python\nfrom pathlib import Path\ntext = Path('notes.txt').read_text()\n```"
 MODELS = [{"id": "scripted", "object": "model", "context_length": 8192, "physics": PHYSICS}]
-# What is no text: frames, bars, knobs and scrollbars.
+# Characters that are not text: frames, bars, knobs and scrollbars.
 DECORATION = re.compile(r"[\s─-▟▁-▏■-◿⎯]")
 
 
 def conversation(history: History) -> str:
-    """A conversation with versions, thinking, code, wide text and a stopped answer; its id."""
+    """Store a conversation with versions, reasoning, code, wide text and a stopped answer.
+
+    Returns its id.
+    """
     session = Session(history, "scripted", system="Answer briefly.")
     session.ask("How do I read a file in Python?")
     for text, thought in (
@@ -94,7 +98,7 @@ def conversation(history: History) -> str:
 
 
 def of_four_tokens() -> AnswerMeter:
-    """What an answer counted on every machine: 20 tokens a second, the first after 0.4 s."""
+    """Return a meter with the same values on every machine: 20 tokens/s, the first after 0.4 s."""
     times = iter([0.0, 0.4, 0.45, 0.5, 0.55])
     meter = AnswerMeter(lambda: next(times))
     for _ in range(4):
@@ -104,7 +108,7 @@ def of_four_tokens() -> AnswerMeter:
 
 
 def cells(d: Driver) -> Iterator[tuple[int, int, str, Style]]:
-    """Every character on screen as (line, column, character, style)."""
+    """Yield every character on screen as (line, column, character, style)."""
     for y, strip in enumerate(d.strips()):
         x = 0
         for text, style, _ in strip:
@@ -114,7 +118,7 @@ def cells(d: Driver) -> Iterator[tuple[int, int, str, Style]]:
 
 
 def picture(d: Driver) -> tuple[str, str]:
-    """The screen's text, and its styles: a letter a cell, with a legend."""
+    """Return the screen's text, and its styles: one letter per cell, with a legend."""
     texts, looks = [""] * d.app.size.height, [""] * d.app.size.height
     letters: dict[str, str] = {}
     for y, _, letter, style in cells(d):
@@ -130,7 +134,8 @@ def picture(d: Driver) -> tuple[str, str]:
         )
         texts[y] += letter
         looks[y] += mark * cell_len(letter)
-    # Most of the screen has the style of its last cell: it is left away at the ends of lines.
+    # Most of the screen has the style of its last cell, so that letter is omitted at the ends of
+    # lines.
     legend = "\n".join(f"{mark} = {said.strip()}" for said, mark in letters.items())
     ground = looks[-1][-1]
     text = re.sub(
@@ -147,13 +152,15 @@ def _hex(colour: Any) -> str:
 
 
 async def hold(d: Driver, name: str, look: str) -> None:
-    """Hold the screen against its picture, and in another look than "dark" against what holds for
-    that."""
+    """Compare the screen with its snapshot.
+
+    Looks other than "dark" are checked by their own rules.
+    """
     await d.until(lambda: d.app.focused is not None and d.app.focused.has_focus)
     for box in d.app.screen.query(Input):
         box.cursor_blink = False
     d.app.page.composer.cursor_blink = False
-    # A line drawn in the dark half of a blink is kept under the same key as one without blinking.
+    # A line drawn in the dark half of a blink is cached under the same key as one without blinking.
     d.app.page.composer.notify_style_update()
     size = f"{d.app.size.width}x{d.app.size.height}"
     file, light = FOLDER / f"{name}-{size}.txt", FOLDER / f"{name}-{size}-light.txt"
@@ -193,7 +200,8 @@ async def hold(d: Driver, name: str, look: str) -> None:
 
 
 def _without_scrollbars(text: str) -> str:
-    """Their ends are drawn to an eighth of a cell, in sixteen colours otherwise."""
+    """Remove scrollbars: their ends are drawn to an eighth of a cell, except with sixteen
+    colours."""
     return re.sub(r" *[▁-▇]?$", "", text, flags=re.MULTILINE)
 
 
@@ -214,7 +222,7 @@ def _check_look(d: Driver, look: str) -> None:
             if isinstance(d.app.screen, ModalScreen)
             else d.app.screen.region
         )
-        # The list of the palette lies outside its first child.
+        # The palette's list is outside its first child.
         regions = [dialog, *(w.region for w in d.app.screen.query("CommandList") if w.display)]
         dim = [
             letter
@@ -241,8 +249,7 @@ def _check_look(d: Driver, look: str) -> None:
         assert marked or isinstance(focused, VerticalScroll), f"no cursor is to be seen in {where}"
 
 
-# The narrow one that wraps everything, the usual one, and the one that has only marks to be told
-# apart by.
+# The narrow size that wraps all text, the usual one, and the look that uses only attributes.
 QUICK = [((40, 20), "dark"), ((80, 24), "dark"), ((80, 24), "nocolor")]
 CASES = [
     pytest.param(size, look, marks=[] if (size, look) in QUICK else pytest.mark.long)

@@ -1,5 +1,4 @@
-"""The system prompt is never out of sight: it stands above the conversation, and /new says that it
-is kept."""
+"""The system prompt is always visible above the conversation, and /new says that it is kept."""
 
 from __future__ import annotations
 
@@ -93,7 +92,7 @@ def test_what_was_read_again_is_said_in_the_servers_words(
     async def play(d: Driver) -> None:
         await d.ask("a")
         await d.ask("b")
-        assert "prefilled again" not in d.screen()  # the order of the day
+        assert "prefilled again" not in d.screen()  # only the end was prefilled, as usual
         await d.ask("c")
         assert "327 tokens were prefilled again: 327 known tokens were evicted" in " ".join(
             d.screen().split()

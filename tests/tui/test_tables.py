@@ -1,5 +1,8 @@
-"""Commands and keys are data: whatever stands in their tables is in the frames, in /help, in the
-palette and in plain mode, and works."""
+"""Commands and keys are data.
+
+Each entry of their tables appears in the frames, in /help, in the palette and in plain mode, and
+works.
+"""
 
 from __future__ import annotations
 
@@ -138,12 +141,14 @@ def test_plain_mode_goes_from_one_found_turn_to_the_next(
     out, said = capsys.readouterr()
     assert "1 turns" not in said
     assert said.count("  1  answer: ") == 3
-    assert out.count("from the Black Forest") == 3  # as it came, and twice as it was asked for
+    assert out.count("from the Black Forest") == 3  # as it arrived, and for both requests
 
 
 def test_every_key_of_the_table_has_something_to_do(drive: Any) -> None:
-    """A caught key with an action that the input does not know would end the app with a
-    KeyError."""
+    """Every key of the table has an action.
+
+    A caught key with an action that the input does not know would end the app with a KeyError.
+    """
     with_actions = [k for k in KEYS if k.action]
     for key in (k for k in with_actions if not k.caught):
         where, _, action = key.action.partition("(")[0].rpartition(".")

@@ -1,5 +1,8 @@
-"""A chat whose terminal is gone leaves, also when no signal says so (nohup, a lost connection, a
-closed multiplexer), and when there are two (a window that is closed sends SIGHUP, then SIGCONT)."""
+"""A chat exits if its terminal is gone.
+
+This includes losses without a signal (nohup, a lost connection, a closed multiplexer), and with
+two signals (a closed window sends SIGHUP, then SIGCONT).
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ def _drawn(master: int) -> None:
     while time.monotonic() < end:
         if select.select([master], [], [], 1)[0]:
             seen += os.read(master, 65536)
-            # the other screen, and the context in the status line
+            # the alternate screen, and the context in the status line
             if b"\x1b[?1049h" in seen and b"512" in seen:
                 return
     pytest.fail(f"the chat did not come up: {seen[-2000:]!r}")

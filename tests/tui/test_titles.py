@@ -1,5 +1,8 @@
-"""Titles: the beginning of the first question, until the model makes one when nobody waits, or a
-person says another."""
+"""Titles of conversations.
+
+The title is the beginning of the first question, until the idle model writes one or the user
+sets one.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,7 @@ def test_a_person_says_another(drive: Any, server: ScriptedServer, history: Hist
         ("长河", "长河"),
         ("Which rivers?", None),
         ("The Danube is", None),
-        ("A two-word conversation", None),  # nobody spoke of that
+        ("A two-word conversation", None),  # the conversation does not contain these words
         ("The rivers of Europe and how long each of them is", None),
         ("", None),
     ],

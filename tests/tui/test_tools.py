@@ -1,5 +1,8 @@
-"""Tools in the chat: off until asked for, each call after a yes with its arguments in sight,
-results folded and harmless."""
+"""Tools in the chat.
+
+They are off by default. Each call shows its arguments and needs the user's consent. Results are
+folded, and cannot control the terminal.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from tui.scripted_sse import Finish, Raw, Say, ScriptedServer
 
 
 class Host:
-    """A program that offers one tool, and remembers what it was asked."""
+    """A program that offers one tool and records its calls."""
 
     name = "clock"
 
@@ -49,7 +52,7 @@ class Host:
 
 
 def asks(name: str = "time", arguments: str = '{"zone": "CET"}') -> list[Any]:
-    """A model that asks for a tool, its arguments in two pieces."""
+    """Return the stream of a model that calls a tool, with the arguments in two pieces."""
     half = len(arguments) // 2
     pieces = [
         {
@@ -131,7 +134,7 @@ def test_anything_but_a_yes_is_a_no(drive: Any, server: ScriptedServer, key: str
         await d.send("/tools on")
         await d.send("q")
         await d.until(lambda: isinstance(d.app.screen, Approval))
-        await d.press("enter", "space")  # neither
+        await d.press("enter", "space")  # neither option
         assert isinstance(d.app.screen, Approval)
         await d.press(key)
         await d.until(lambda: not d.app.chat.answering)
@@ -241,7 +244,10 @@ def test_a_program_that_speaks_mcp_is_started_asked_and_ended(tmp_path: Path) ->
     ],
 )
 def test_a_program_that_misbehaves_is_an_error_with_its_reason(program: str, why: str) -> None:
-    """The last two never answer, although one of them writes 100,000 brackets."""
+    """A tool program that misbehaves causes an error with its reason.
+
+    The last two programs never answer, although one of them writes 100,000 brackets.
+    """
     pytest.importorskip("mcp")
 
     async def main() -> None:
@@ -279,7 +285,7 @@ def test_a_call_that_floods_or_ends_the_program_is_an_error(
 
 
 class SlowHost(Host):
-    """A program whose calls end when a test lets them."""
+    """A program whose calls end when a test allows it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""Any turn is selected, and then changed, asked again, gone on with, copied, branched or
-removed."""
+"""Any turn can be selected, and then edited, retried, continued, copied, branched or removed."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from tui.scripted_sse import Finish, Gate, Refuse, Say, ScriptedServer, UntilGon
 
 @pytest.fixture
 def conversation(history: History) -> str:
-    """q1, a1, q2, a2."""
+    """Store the turns q1, a1, q2 and a2, and return the conversation's id."""
     session = Session(history, "scripted")
     for n in (1, 2):
         session.ask(f"q{n}")
@@ -127,7 +126,7 @@ def test_a_question_in_the_middle_is_changed_and_both_branches_are_there(
         await d.ask("!")
         assert _shown(d) == ["q1!", "anew"]
         assert "◂ 2/2 ▸" in d.screen()
-        assert d.app.page.composer.text == "a draft"  # what was being written is back
+        assert d.app.page.composer.text == "a draft"  # the draft is restored
         await d.press("f2", "up", "left")
         assert _shown(d) == ["q1", "a1", "q2", "a2"]
         assert _selected(d) == "q1"
@@ -173,7 +172,7 @@ def test_an_answer_in_the_middle_is_asked_for_again(
             await d.press("r")
             await d.until(lambda: not d.app.chat.answering)
             await d.pilot.pause()
-            if len(server.requests) == 1:  # refused: nothing is lost
+            if len(server.requests) == 1:  # refused: no text is lost
                 assert _shown(d) == ["q1", "a1", "q2", "a2"]
         assert _shown(d) == ["q1", "again"]
 
@@ -221,7 +220,7 @@ def test_a_turn_is_removed_when_asked_twice(
     async def play(d: Driver) -> None:
         await d.press("f2", "up", "d")
         assert "D again removes this turn and the 1 after it" in d.screen()
-        await d.press("up", "d")  # another turn: asked anew
+        await d.press("up", "d")  # another turn, so it must be confirmed again
         assert len(_shown(d)) == 4
         await d.press("down", "d", "d")
         assert _shown(d) == ["q1", "a1"]

@@ -1,4 +1,7 @@
-"""`chat -m A -m B`: two models answer each question, at two real tiny models and on the screen."""
+"""`chat -m A -m B`: two models answer each question.
+
+The tests use two real tiny models, and the screen.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ OPTIONS = ("--own", "--context", "512", "--max-tokens", "4", "--temperature", "0
 
 @pytest.fixture
 def installed(tiny_model: Path, tmp_path: Path) -> tuple[str, str]:
-    """The names of two installed models."""
+    """Install two models and return their names."""
     folder = tmp_path / "library"
     folder.mkdir()
     for name in ("alpha", "beta"):

@@ -1,5 +1,4 @@
-"""Two windows open at once: neither loses the other's draft, and none writes between the other's
-turns."""
+"""Two windows at once: no draft is lost, and neither writes between the other's turns."""
 
 from __future__ import annotations
 

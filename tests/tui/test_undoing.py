@@ -1,4 +1,4 @@
-"""What was pasted or typed can be taken back and brought again, however many rows it has."""
+"""Pasted or typed text can be undone and redone, with any number of rows."""
 
 from __future__ import annotations
 
