@@ -1,4 +1,7 @@
-"""`lora`: planned with its bytes, refused by name before loading, and by model name on the endpoint."""
+"""`lora` adapters: planned with their bytes, refused by name before loading, and named in requests.
+
+A request selects an adapter by model name.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def test_the_plan_has_an_adapters_bytes_and_what_is_loaded_is_what_was_named(
 
 
 def _sent(spec: LoadSpec) -> Any:
-    """As it reaches the worker."""
+    """Return `spec` as it reaches the worker."""
     import json
     from dataclasses import asdict
 

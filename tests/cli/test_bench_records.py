@@ -1,5 +1,7 @@
-"""What `bench` keeps: two decode figures, told from a neighbour's noise; records of before still
-teach the planner."""
+"""Results of `bench`: two decode speeds, separated from other programs' noise.
+
+Records of earlier versions still calibrate the planner.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,11 @@ def test_a_record_with_both_depths_is_kept_and_read_back(tmp_path: Path) -> None
 
 
 def test_each_figure_says_of_how_long_a_context_it_is() -> None:
-    """`empty` under `decode` left it to the reader's guess what was empty, and how full the other
-    was."""
+    """Each figure is shown with the length of its context.
+
+    An earlier label, `empty` under `decode`, did not say what was empty and how full the other
+    was.
+    """
     figures = {
         "decode_tok_s": 97.9,
         "short_tok_s": 116.8,
@@ -92,7 +97,7 @@ def test_the_prediction_knows_what_another_model_taught(
     for name, value in (("ROUNDS", 1), ("PROMPT_TOKENS", 64), ("DECODE_TOKENS", 16)):
         monkeypatch.setattr(measure, name, value)
 
-    # tests/device times the processor
+    # tests/device measures the processor
     monkeypatch.setattr(matrix_rate, "measure", lambda types: None)
     result = CliRunner().invoke(app, [str(few_layers), "--context", "1024", "--json"])
     assert result.exit_code == 0, result.output
@@ -102,11 +107,11 @@ def test_the_prediction_knows_what_another_model_taught(
     assert (own.depth, own.short_depth) == (64 + 8, 16 + 8)
     assert own.short_tok_s > 0
     load = load_plan_named(str(few_layers), Settings({"context": 1024}))
-    # Its own earlier run is no prediction of the same.
+    # An earlier run of the same model is not used as a prediction of it.
     assert "measured here" not in measure.compare_and_keep(load, figures)["basis"]
     measurements.keep(replace(own, model="gemma-3-270m-it", quant="Q8_0", file_bytes=0))
     assert "measured here: gemma-3-270m-it" in measure.compare_and_keep(load, figures)["basis"]
-    # On a disk that takes nothing the figures are told all the same.
+    # If the disk cannot be written, the figures are still returned.
     monkeypatch.setenv("LOCALLLM_DATA_DIR", str(few_layers / "within a file"))
     assert measure.compare_and_keep(load, figures)["predicted_memory_bytes"] > 0
     assert "can't be written" in capsys.readouterr().err

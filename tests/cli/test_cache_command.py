@@ -1,5 +1,7 @@
-"""`localllm cache` says what is kept, and clears it: never unasked, and under a running engine
-without harm."""
+"""`localllm cache` lists the stored KV and clears it.
+
+It clears only on request, and without harm to a running engine.
+"""
 
 from __future__ import annotations
 

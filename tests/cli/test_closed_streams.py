@@ -12,7 +12,7 @@ import pytest
 
 from cli.test_narrow_terminals import BENCH, SERVE, STOPS, WITH_A_MODEL
 
-# A shell's job in the background inherits that Ctrl-C is ignored.
+# A shell's background job inherits an ignored SIGINT.
 CODE = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)

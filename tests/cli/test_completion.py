@@ -17,7 +17,7 @@ RUN = "import sys; sys.argv[0] = 'localllm'; from localllm.cli.main import run; 
 
 
 def completed(words: str) -> list[str]:
-    """What bash is offered at the end of `words`."""
+    """Return bash's completions at the end of `words`."""
     env = {
         **os.environ,
         "_LOCALLLM_COMPLETE": "complete_bash",
@@ -51,7 +51,10 @@ def test_names_of_models_on_this_disk(tiny_model: Path, tmp_path: Path) -> None:
 def test_the_page_on_uninstalling_names_all_that_completion_writes(
     shell: str, tmp_path: Path
 ) -> None:
-    """Each file is in the shell's row, and so is the line in the shell's own file."""
+    """The page on uninstalling lists everything that completion writes.
+
+    Each file is in the shell's row, and so is the line in the shell's own file.
+    """
     rows = [
         [cell.strip() for cell in line.split("|")[1:4]]
         for line in UNINSTALL.read_text(encoding="utf-8").splitlines()

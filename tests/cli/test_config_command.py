@@ -1,4 +1,4 @@
-"""`localllm config` says where each value comes from and shows no key."""
+"""`localllm config` shows the source of each value, and no key."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Connecting editors: configurations that name the real server, files that lose nothing, and checks
-that can fail."""
+"""Connecting editors.
+
+Configurations name the real server, files lose no data, and checks detect faults.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,10 @@ HOSTILE = (
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_printed_for_a_shell_is_words_of_that_shell(name: str, tmp_path: Path) -> None:
-    """Variables and commands, whatever the server calls its models: each name comes back whole."""
+    """Output for a shell is valid for that shell: every model name is quoted correctly.
+
+    This covers variables and commands.
+    """
     plain = RECIPES[name](TARGET, tmp_path)
     for model in HOSTILE:
         recipe = RECIPES[name](replace(TARGET, model=model, shell="sh"), tmp_path)
@@ -223,7 +228,7 @@ def test_checks_make_the_editors_calls(capsys: pytest.CaptureFixture[str]) -> No
         assert "503" in capsys.readouterr().out
 
 
-# With a fault the model dies over the tool's result.
+# With a fault, the model fails at the tool's result.
 @pytest.mark.parametrize("probe", ["tools", "responses", "anthropic", "ollama"])
 @pytest.mark.parametrize("fault", ["", "second"])
 def test_a_check_is_a_whole_tool_loop(
@@ -259,7 +264,7 @@ def test_claude_code_gets_every_model_and_the_window(tmp_path: Path) -> None:
         "4096",
         "1024",
     )
-    # It takes a compaction window below 100,000 tokens for a mistake.
+    # Claude Code treats a compaction window below 100,000 tokens as a mistake.
     assert "CLAUDE_CODE_AUTO_COMPACT_WINDOW" not in small
     large = RECIPES["claude"](replace(TARGET, n_ctx=131_072), tmp_path).environment
     assert large["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "131072"

@@ -1,5 +1,7 @@
-"""No start is slower than the last one without a word: what is compared, what is said, and the real
-engine slowed down."""
+"""A start that is slower than the last one causes a notice.
+
+The tests cover the comparison, the text, and the real engine slowed down.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ def test_what_was_usual_is_kept_and_a_damaged_file_is_none() -> None:
 
 
 async def _start(model: Path, said: list[str], tokens: int = 400) -> bool:
-    """One start of `model` that writes `tokens`; whether it could be compared."""
+    """Start `model` once and write `tokens`. Return whether the start could be compared."""
     from localllm.load.load_plan import load_plan_named
     from localllm.settings import Settings
 
@@ -111,9 +113,11 @@ async def _start(model: Path, said: list[str], tokens: int = 400) -> bool:
 
 @pytest.mark.long
 def test_a_start_with_one_thread_is_noticed(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real engine, slowed down as a bad update would: the history is of two starts as ever.
-    Where other programs have the machine all the while no start can be compared, and nothing is
-    shown."""
+    """A start with one thread is noticed.
+
+    This slows the real engine down like a bad update, after two normal starts. If other programs
+    use the machine all the time, no start can be compared, and no notice is shown.
+    """
     said: list[str] = []
     for _ in range(2):
         if not asyncio.run(_start(smollm2, said)):
@@ -125,15 +129,18 @@ def test_a_start_with_one_thread_is_noticed(smollm2: Path, monkeypatch: pytest.M
     assert len(said) == 1
 
 
-# Computes until its parent is gone: a test that is ended by its time limit cleans nothing up.
+# Computes until its parent is gone, because a test that its time limit ends does not clean up.
 _COMPUTING = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_twenty_starts_beside_other_programs_raise_no_false_notice(smollm2: Path) -> None:
-    """One to four programs that compute all the while, on however many cores: what they take is not
-    the model's."""
+    """Load from other programs causes no false notice.
+
+    One to four programs compute all the time, on any number of cores. Their share is not counted
+    as the model's.
+    """
     said: list[str] = []
     for _ in range(2):
         if not asyncio.run(_start(smollm2, said)):
@@ -148,7 +155,7 @@ def test_twenty_starts_beside_other_programs_raise_no_false_notice(smollm2: Path
 
 
 class _Measured(ScriptedEngine):
-    """An engine whose steps took so long; a host whose client it is."""
+    """An engine with steps of this length, and at the same time the host whose client it is."""
 
     step_s = 0.010
 

@@ -1,4 +1,4 @@
-"""doctor runs what it speaks of: tokens on each backend."""
+"""`doctor` runs what it reports: tokens on each backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`localllm doctor MODEL`: the checks of one model's file and of what its quant loses."""
+"""`localllm doctor MODEL` checks one model's file and the quality loss of its quant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A second model that drafts is in the plan that is run: counted, and loaded as it was counted."""
+"""A drafter is part of the plan: its memory is counted, and it is loaded as planned."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_trained_drafter_beside_the_model_is_found_counted_and_loaded(tmp_path
     plain = backends.for_path(str(path)).load(alone.options.spec)
     assert backend.capabilities.draft_kind == "eagle3"
     took = backend.memory().total_bytes - plain.memory().total_bytes
-    # Rows of up to 256 unread tokens of five layers for each sequence are made while it decodes.
+    # During decode, each sequence has rows of five layers for up to 256 unread tokens.
     took += 256 * 5 * 4 * load.plan.model.hidden_size * load.plan.settings.slots
     assert took <= load.plan.memory.draft_bytes <= 2.5 * took
     backend.close()
@@ -115,7 +115,7 @@ def test_one_found_that_does_not_fit_is_left_out_and_one_named_is_refused(tmp_pa
     with pytest.raises(UnsupportedError, match="a hidden size of 96, but") as e:
         load_plan_named(str(path), Settings({"draft": str(wide)}))
     assert "published for this model" in str(e.value.hint)
-    # What only loading it shows.
+    # A fault that only loading detects.
     wide.unlink()
     other = tiny_drafters.write_eagle3(
         tmp_path / "tiny-eagle3-f32.gguf", layers=(0, 1, 90), own=False
@@ -126,7 +126,7 @@ def test_one_found_that_does_not_fit_is_left_out_and_one_named_is_refused(tmp_pa
     backend.close()
 
     async def said() -> str:
-        """The notice that the model's users see."""
+        """Return the notice that the model's users see."""
         served = planned(load_plan_named(str(path), Settings({"context": 2048})))
         worker = ModelWorker("tiny", served)
         await worker.engine()
@@ -146,8 +146,11 @@ def test_one_found_that_does_not_fit_is_left_out_and_one_named_is_refused(tmp_pa
 def test_heads_in_the_models_own_file_are_found_counted_and_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a card, whose step of 120 layers is longer than the work of the host for a guess. A processor
-    gains nothing by them, and is given none unasked."""
+    """Draft heads in the model's own file are found, counted and loaded.
+
+    This uses a card: its step of 120 layers takes longer than the host's work for a draft. A CPU
+    gains nothing, so it uses the heads only on request.
+    """
     path = tiny_mtp.write_mtp(tmp_path / "tiny.gguf", layers=120, likeness=0.35)
     unasked = load_plan_named(str(path), Settings({"context": 2048}))
     assert not unasked.options.spec.mtp
@@ -215,7 +218,8 @@ def test_an_assistant_is_counted_and_loaded_by_its_path(tmp_path: Path) -> None:
 def test_heads_that_take_something_away_or_cannot_run_are_left_out(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Windows and states are kept in pieces only without: for an agent's turns, and several streams.
+    # KV of windows and states is stored in blocks only without drafting, as agents and several
+    # streams need.
     monkeypatch.setattr("localllm.device.detect.detect", lambda: resolve("RTX 4090"))
     for write in (tiny_mtp.write_sliding_mtp, tiny_mtp.write_hybrid_mtp):
         path = str(write(tmp_path / "m.gguf"))
@@ -257,13 +261,13 @@ def test_a_drafter_next_to_an_mlx_folder_is_found_counted_and_loaded(
     assert backend.capabilities.draft_kind == "dflash"
     backend.close()
     assert load_plan_named(str(path), Settings({"draft": "off"})).options.spec.drafter == ""
-    # One from the hub is requested by its repository.
+    # A drafter from the hub is requested by its repository.
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     snapshot = tmp_path / "hub" / "models--tiny-org--Tiny-DFlash" / "snapshots" / "abc"
     tiny_mlx_drafters.write(snapshot, "dflash2")
     named = load_plan_named(str(path), Settings({"draft": "tiny-org/Tiny-DFlash"}))
     assert named.options.spec.drafter == str(snapshot)
-    # A folder with quantised weights is a model, unless its config is a drafter's.
+    # A folder with quantised weights is a model, unless its config is that of a drafter.
     tiny_mlx_drafters.write(tmp_path / "packed-DFlash", "dflash", bits=8)
     assert [model.path for model in folders.scan(tmp_path, "folder")] == [path]
 

@@ -1,5 +1,7 @@
-"""A machine whose GPU the installed build can't use: plans are for its processor, and every list
-says what is missed."""
+"""A machine whose GPU the installed build cannot use.
+
+Plans are for its processor, and every list names the unused GPU.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,7 @@ RUNNER = CliRunner()
 
 @pytest.fixture
 def a_4090_under_a_build_for_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine that is really installed here drives no GPU: the machine's readings alone are
-    another's."""
+    """Simulate the readings of another machine; the installed engine drives no GPU."""
     monkeypatch.setattr(detection, "read", lambda **_: recordings.load("rtx_4090_two"))
 
 

@@ -23,12 +23,12 @@ from localllm_backends.contract import LoadSpec
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="changes the code of an ELF library"
 )
-# An instruction that ends the process (UD2, UDF).
+# An undefined instruction, which ends the process (UD2, UDF).
 _UNDEFINED = {"x86_64": b"\x0f\x0b", "aarch64": b"\x00\x00\x00\x00"}
 
 
 def offset_of(library: Path, function: str) -> int:
-    """Where a function's code is in the file of a library."""
+    """Return the offset of a function's code in the file of a library."""
     loaded = ctypes.CDLL(str(library))
     address = ctypes.cast(loaded[function], ctypes.c_void_p).value
     assert address is not None
@@ -42,7 +42,7 @@ def offset_of(library: Path, function: str) -> int:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A chosen engine with the wheel's libraries, which ends its process when it loads a model."""
+    """Install a build of the wheel's libraries that ends its process when it loads a model."""
     installed = llama_cpp_folder()
     assert installed is not None
     build = builds.Build("b12110-cpu", "cpu", "", "b12110", "2026-11-29", libraries="{build}/lib")

@@ -1,5 +1,7 @@
-"""A chat finds the server that runs on this machine: by the file it keeps while it runs, and by
-what it says it has."""
+"""A chat finds the server that runs on this machine.
+
+It uses the file that the server keeps while it runs, and the models that the server lists.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_what_it_tells_is_private_and_holds_no_key() -> None:
         assert secured.api_key not in file.read_text()
         (told,) = running.running()
         assert (told.base_url, told.key) == ("http://127.0.0.1:4711/v1", "kept")
-        file.chmod(0o644)  # others could have had it before
+        file.chmod(0o644)  # others could have read it
         assert running.running() == []
 
 

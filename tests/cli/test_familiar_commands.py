@@ -1,4 +1,4 @@
-"""Commands of other programs that users type: each one works, or names the right command."""
+"""Commands of other programs that users type: each works, or names the right command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--help` shows on a terminal of 80 columns: whole sentences."""
+"""`--help` on a terminal of 80 columns shows complete sentences."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def test_usage_names_what_is_to_be_typed(command: str, usage: str) -> None:
     shown = (
         CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
     )
-    # Newer typers put what must be typed into braces.
+    # Newer versions of typer put required arguments into braces.
     assert usage in shown.replace("{", "").replace("}", "")

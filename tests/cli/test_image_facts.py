@@ -1,5 +1,7 @@
-"""What the catalog knows of images: tokens an image, projectors, and that `recommend --sees` counts
-their bytes."""
+"""The catalog's facts about images: tokens per image, and projectors.
+
+`recommend --sees` counts the bytes of the projectors.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ def test_models_that_hear_are_listed_with_their_projector(catalog: Catalog) -> N
 def test_mlx_folders_whose_towers_are_read_are_among_what_sees(catalog: Catalog) -> None:
     formats = {m.id: {v.format for v in m.variants} for m in image_readers(catalog.models)}
     assert formats["qwen3.5-4b"] == formats["gemma-3-4b-it"] == {"gguf", "mlx"}
-    # It has no tower: its patches go straight into the model.
+    # It has no vision tower: its patches go directly into the model.
     assert formats["gemma-4-12b-it"] == {"gguf"}
     assert "qwen3-8b" not in formats
     plans = json.loads(run("recommend", "--sees", "--device", "M4 Max 64GB", "--json"))["plans"]

@@ -1,4 +1,4 @@
-"""Ctrl-C at many instants of each command: it ends without a traceback, with its exit code."""
+"""Ctrl-C at many instants of each command ends it without a traceback, with its exit code."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs process groups")
 
-# The instant is a number of calls in the main thread: the same on a fast and on a busy machine.
-# Like a terminal, the child interrupts its whole group.
+# An instant is a number of calls in the main thread, so it is the same on fast and busy machines.
+# Like a terminal, the child interrupts its whole process group.
 CODE = """
 import atexit, os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -36,12 +36,12 @@ sys.setprofile(counted)
 run()
 """
 AT_ONCE = "os.killpg(0, signal.SIGINT)"
-# Python drops an exception of a destructor, after it has printed the traceback.
+# Python drops an exception in a destructor after printing the traceback.
 IN_A_DESTRUCTOR = "Dropped()"
 NEVER = 10**12
-# Before this many calls, no code of ours can catch the signal.
+# Before this many calls, none of our code can catch the signal.
 FIRST = 100
-# The words of each command by its name.
+# The arguments of each command by its name.
 COMMANDS = {
     "version": ["--version"],
     "models": ["models", "list"],
@@ -69,7 +69,7 @@ SHORT = ("models", "quantize")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a command ended: its exit code, its standard error, and its number of calls."""
+    """The result of a command: its exit code, its standard error, and its number of calls."""
 
     code: int
     text: str

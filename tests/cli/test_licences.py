@@ -1,5 +1,4 @@
-"""`localllm licences` names everything that a plain install brings, and every model of the
-catalog."""
+"""`localllm licences` lists every package of a normal install and every model of the catalog."""
 
 from __future__ import annotations
 

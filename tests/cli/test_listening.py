@@ -1,5 +1,8 @@
-"""What `localllm serve` opens: both addresses of localhost, a kept key, TLS, and the names and
-pages a user allows."""
+"""The endpoints of `localllm serve`.
+
+They are both addresses of localhost, a stored key, TLS, and the names and origins that a user
+allows.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def test_an_address_for_everybody_is_told_as_other_machines_call_it() -> None:
         address,
     ):
         told, port = reachable_address(address), socks[0].getsockname()[1]
-        # Without any network there is no such address.
+        # Without a network there is no such address.
         assert told is None or (told.endswith(f":{port}/v1") and "0.0.0.0" not in told)
     assert reachable_address("http://localhost:1/v1") is None
     assert reachable_address("http://10.0.0.8:1/v1") is None
@@ -78,7 +81,10 @@ def test_a_client_of_either_address_is_answered() -> None:
 
 @needs_ipv6
 def test_a_program_that_holds_one_of_the_addresses_is_said() -> None:
-    """It would get what clients of `localhost` mean for us."""
+    """If another program holds one of the addresses, the error names it.
+
+    That program would otherwise get requests of our clients to `localhost`.
+    """
     with socket.socket(socket.AF_INET6) as other:
         other.bind(("::1", 0))
         other.listen()
@@ -181,7 +187,7 @@ def test_the_key_is_shown_to_the_quiet_too(tiny_model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
-    """A certificate for localhost that this machine signed itself."""
+    """Return a self-signed certificate for localhost."""
     folder = tmp_path_factory.mktemp("tls")
     files = TlsFiles(folder / "cert.pem", folder / "key.pem")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
@@ -209,7 +215,11 @@ def test_it_is_served_over_tls(certificate: TlsFiles) -> None:
 
 
 def test_silent_handshakes_keep_nobody_waiting_and_end(certificate: TlsFiles) -> None:
-    """More than may be strangers: the oldest are closed, and all of them after a while."""
+    """Incomplete TLS handshakes delay no client and are closed.
+
+    These are more than the limit for unknown connections. The oldest are closed first, and all
+    of them after a while.
+    """
     trusted = ssl.create_default_context(cafile=str(certificate.certificate))
     limits = {"max_connections": 8, "max_unknown_connections": 8, "header_timeout_s": 300.0}
     with (
@@ -222,7 +232,7 @@ def test_silent_handshakes_keep_nobody_waiting_and_end(certificate: TlsFiles) ->
             last = silent
         url = f"https://127.0.0.1:{server.port}/v1/models"
         assert httpx.get(url, verify=trusted, trust_env=False, timeout=30).status_code == 200
-        # The first ones were closed, although they had 300 s. The newest one may go on.
+        # The first connections were closed despite their 300 s. The newest one may continue.
         with trusted.wrap_socket(last, server_hostname="127.0.0.1") as late:
             late.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b" 200 " in late.recv(4000)
@@ -280,7 +290,7 @@ def test_a_unix_socket_has_no_tls(certificate: TlsFiles) -> None:
         )
 
 
-# --- names and pages ------------------------------------------------------------------------------
+# --- names and origins ----------------------------------------------------------------------------
 
 
 def test_names_and_pages_come_from_flags_environment_and_config(

@@ -1,5 +1,7 @@
-"""`localllm serve` with several models: planned together, loaded together or in turns, over a port
-or a Unix socket."""
+"""`localllm serve` with several models: planned together, and loaded together or in turns.
+
+The server listens on a port or a Unix socket.
+"""
 
 from __future__ import annotations
 
@@ -87,8 +89,8 @@ def test_automatic_contexts_shrink_until_both_fit_and_chosen_ones_do_not(
 
     def tight(self: PlanInputs, holds: Callable[[Plan], bool]) -> Plan:
         plan = real(self, holds)
-        # A machine with room for three quarters of what both would take alone, and memory that is
-        # all context.
+        # A machine with three quarters of the memory that both models would need alone, all of it
+        # for the context.
         kv = plan.settings.n_ctx * 1000
         need = replace(
             plan.memory, weights_bytes=0, kv_bytes=kv, compute_bytes=0, limit_bytes=150_000_000
@@ -113,7 +115,7 @@ def test_automatic_contexts_shrink_until_both_fit_and_chosen_ones_do_not(
 
 @pytest.fixture
 def mlx_folder(tmp_path: Path) -> Path:
-    """A tiny MLX checkpoint, as mlx-lm saves it."""
+    """Return a tiny MLX checkpoint, as mlx-lm saves it."""
     pytest.importorskip("mlx_lm")
     from models.tiny_mlx import write_llama
 
@@ -208,8 +210,11 @@ def test_the_command_serves_a_unix_socket_until_it_is_stopped(two: list[str | No
 
 
 def test_the_engine_is_on_its_way_before_the_web_server_is_read() -> None:
-    """What `serve` needs until it has planned imports neither web framework, web server, template
-    engine nor formats of tool calls: they are read while the model loads."""
+    """The engine starts before the web server is imported.
+
+    Until it has planned, `serve` imports no web framework, web server, template engine or
+    formats of tool calls. They are imported while the model loads.
+    """
     needed = (
         "cli.commands.serve, cli.serve.listening, cli.serve.model_router, cli.serve.run, "
         "load.load_plan, "
@@ -229,7 +234,7 @@ def test_the_engine_is_on_its_way_before_the_web_server_is_read() -> None:
 
 
 def _served(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """`localllm serve` with these arguments, and the first line it says."""
+    """Start `localllm serve` with these arguments, and return its first line of output."""
     command = [sys.executable, "-m", "localllm", "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -245,7 +250,7 @@ def test_it_listens_before_the_model_is_loaded(smollm2: Path) -> None:
             assert first.json()["status"] in ("loading", "ok")
             states = {m["status"]["value"] for m in client.get("/v1/models").json()["data"]}
             assert states & {"loading", "loaded"}
-            # Nobody waits for a line of ours: the request waits for the model.
+            # The request waits for the model, without output of the server.
             body = {"prompt": "Hello", "max_tokens": 2, "ignore_eos": True}
             assert (
                 client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 2

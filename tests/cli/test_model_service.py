@@ -1,4 +1,4 @@
-"""The model service behind the model screen, with the real planner and the real disk."""
+"""The model service of the models screen, with the real planner and the real disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_plans_change_with_every_request() -> None:
     assert first.plan["memory"]["total_bytes"] <= first.plan["memory"]["limit_bytes"]
     longer = service.plan(PlanRequest(machine="M4 Max 128GB", context=131072))
     assert longer.left_out["of a shorter context"] > usual.left_out.get("of a shorter context", 0)
-    # Memory holds more than it can read in time: the two are not one reason.
+    # Memory can hold models that it cannot read fast enough, so these are two separate reasons.
     assert service.plan(PlanRequest(machine="DGX Spark")).left_out["too slow"] > 0
     assert service.plan(PlanRequest(machine="M1 8GB")).left_out["too large"] > 0
     small = service.plan(PlanRequest(machine="M4 Max 128GB", memory_gb=8))

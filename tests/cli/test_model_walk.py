@@ -1,5 +1,4 @@
-"""The way from a model's name to a running engine: the file is read once, and few rooms are
-entered."""
+"""From a model's name to a running engine: the file is read once, and few packages are called."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ _EVERYBODYS = (
 
 
 def _rooms_called(model: Path) -> list[str]:
-    """The rooms that the room of load plans calls, in turn; what `_EVERYBODYS` names is not
-    counted."""
+    """Return the packages that `localllm.load` calls, in order, without those in `_EVERYBODYS`."""
     calls: list[str] = []
 
     def hear(frame: FrameType, event: str, _arg: object) -> None:

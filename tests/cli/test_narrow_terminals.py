@@ -1,4 +1,4 @@
-"""Every command on terminals of several widths, with a home that can't be written."""
+"""Every command on terminals of several widths, with a home directory that cannot be written."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.cells import cell_len
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pty and /proc")
 
-# All commands run in one process, because each start takes half a second.
-# A shell's job in the background inherits that Ctrl-C is ignored.
+# All commands run in one process, because each start takes 0.5 s. A shell's background job inherits
+# an ignored SIGINT.
 CODE = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,13 +42,13 @@ WITH_A_MODEL = (
     "quality MODEL --kv q8_0 --blocks 1 --block 64", "quantize MODEL --to Q8_0 --anyway -o q.gguf",
 )  # fmt: skip
 BENCH = "bench MODEL --context 1024"
-# Runs until Ctrl-C, which is sent when it says that Ctrl-C stops it.
+# Runs until Ctrl-C, which is sent when the output mentions that Ctrl-C stops it.
 SERVE = "serve MODEL --port 0 --context 512"
 STOPS = b"Ctrl-C"
 
 
 def on_a_terminal(columns: int, environment: dict[str, str], commands: Sequence[str]) -> str:
-    """The output of these commands, and of their errors, on a terminal that is `columns` wide.
+    """Return the output and errors of these commands on a terminal that is `columns` wide.
 
     A server is interrupted as soon as it serves.
     """
@@ -83,11 +83,11 @@ def on_a_terminal(columns: int, environment: dict[str, str], commands: Sequence[
 
 
 def check(columns: int, commands: Sequence[str]) -> None:
-    """Run the commands with a home that can't be written, and measure their lines."""
+    """Run the commands with a home directory that cannot be written, and measure their lines."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("LOCALLLM_")}
-    # No folder can be made in /proc, not even by root.
+    # Not even root can create a folder in /proc.
     environment |= {"HOME": "/proc/nosuch", "TERM": "xterm", "LOCALLLM_OFFLINE": "1"}
-    # `connect` prints a file that can't be wrapped if a server answers at the usual port.
+    # If a server answers at the usual port, `connect` prints a file that cannot be wrapped.
     environment["LOCALLLM_PORT"] = "1"
     for name in ("COLUMNS", "HF_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME"):
         environment.pop(name, None)

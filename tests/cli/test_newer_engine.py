@@ -1,5 +1,7 @@
-"""A model of an architecture that the installed llama.cpp lacks: every command names the release
-that it needs, before anything is loaded."""
+"""A model of an architecture that the installed llama.cpp lacks.
+
+Every command names the required release before it loads anything.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ bytes = { Q4_K_M = 200_000_000 }
 
 @pytest.fixture
 def newer_model() -> None:
-    """The user's own catalog file of a model with the architecture lfm3."""
+    """Write a user's catalog file with a model of the architecture lfm3."""
     user_folder().mkdir(parents=True)
     (user_folder() / "lfm3.toml").write_text(FAMILY)
     model = load_catalog().get("lfm3-test")
@@ -55,7 +57,7 @@ def newer_model() -> None:
 
 
 def renamed(model: Path, to: Path, architecture: bytes) -> Path:
-    """A copy of a llama model that states another architecture with five letters."""
+    """Return a copy of a llama model whose architecture has another name of five letters."""
     name = len(b"llama").to_bytes(8, "little")
     content = model.read_bytes().replace(name + b"llama", name + architecture, 1)
     to.write_bytes(content)

@@ -1,5 +1,5 @@
-"""Doctor says when the name localllm means another program here: a package over ours, or a command
-before ours."""
+"""`doctor` reports another program named localllm: a package over ours, or a command before
+ours."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A request that names no sampling gets the model's own, through `serve` and in the chat: what the
-catalog recommends, then what the file states, then what localllm has for everybody."""
+"""A request without sampling parameters gets the model's own, through `serve` and in the chat.
+
+The order is: the catalog's recommendation, the file's values, then localllm's defaults.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ ASKED = {"prompt": "hello", "n_predict": 12, "ignore_eos": True, "cache_prompt":
 
 @contextmanager
 def serving(path: Path) -> Iterator[httpx.Client]:
-    """`localllm serve PATH` as people run it."""
+    """Run `localllm serve PATH` in a process, and yield a client."""
     with tempfile.TemporaryDirectory(prefix="ll") as folder:
         address = Path(folder) / "s.sock"
         command = [sys.executable, "-m", "localllm", "serve", str(path), "--unix", str(address)]
@@ -81,8 +83,8 @@ def test_serve_gives_a_file_what_its_header_states_and_a_request_goes_before_it(
     header = {"temp": 0.7, "top_k": 1, "top_p": 0.9, "min_p": 0.02, "penalty_repeat": 1.05}
     with serving(write_llama(tmp_path / "nobody-knows-it.gguf", sampling=header)) as client:
         assert stated(unasked(client)) == (0.7, 0.9, 1, 0.02, 1.05)
-        # One candidate is one answer; these random weights have nearly as many answers as are asked
-        # for otherwise.
+        # One candidate gives one answer. With more candidates, these random weights give nearly as
+        # many answers as there are requests.
         assert len(answers(client)) == 1
         assert len(answers(client, top_k=0, temperature=1.5, top_p=1, min_p=0)) > 1
 

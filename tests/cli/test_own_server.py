@@ -16,7 +16,7 @@ from models.tiny_bert import write_bert
 
 
 def workers() -> list[psutil.Process]:
-    """The workers of this process."""
+    """Return the workers of this process."""
     children = psutil.Process().children()
     return [child for child in children if "localllm.engine.worker.worker" in child.cmdline()]
 

@@ -1,5 +1,7 @@
-"""How the chat asks the starter model: with a short prompt of its own, unless config.toml has a
-table for it."""
+"""The chat's requests to the starter model.
+
+They have a short prompt of their own, unless config.toml has a table for this model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--gpu-layers, --cpu-moe and --split: said once, in the plan and in what is loaded."""
+"""--gpu-layers, --cpu-moe and --split apply to both the plan and the loaded model."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_recommend_takes_them_for_any_machine() -> None:
 def test_shares_of_workers_need_no_gpu_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers go to other machines: how, is said for those, whatever this one has."""
+    """A split between remote workers needs no local GPU."""
     device = replace(resolve("RTX 4090"), name="a processor", accelerator="cpu")
     monkeypatch.setattr("localllm.device.detect.detect", lambda: device)
     path = str(tiny_gguf.write_moe(tmp_path / "moe.gguf"))

@@ -1,5 +1,7 @@
-"""Whatever files, headers and arguments are called: no control character is printed, no traceback,
-and JSON stays JSON."""
+"""Output with hostile names of files, headers and arguments.
+
+No control character and no traceback is printed, and JSON stays valid.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _PIECES = (
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of its own, and nobody else's models."""
+    """Set a new home directory without any models."""
     for name in (
         "HOME",
         "XDG_CACHE_HOME",
@@ -44,7 +46,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def said(capfd: pytest.CaptureFixture[str], *argv: str) -> tuple[int, bytes, bytes]:
-    """Exit code, stdout and stderr of a command run in this process."""
+    """Return the exit code, stdout and stderr of a command run in this process."""
     with pytest.raises(SystemExit) as ended:
         run(list(argv))
     sys.stdout.flush()
@@ -64,7 +66,7 @@ def named(rng: random.Random) -> str:
 
 
 def laid_out(folder: Path, model: bytes, count: int) -> list[Path]:
-    """So many models under names that a disk lets stand."""
+    """Write `count` models under random names that the file system accepts."""
     rng = random.Random(51)
     made: list[Path] = []
     while len(made) < count:
@@ -185,7 +187,7 @@ def test_a_home_that_cant_be_written_is_said(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(
         "LOCALLLM_DATA_DIR", str(tmp_path / "file" / "in")
-    )  # as unwritable as a read-only mount, for root too
+    )  # read-only even for root, like a read-only mount
     code, _, err = said(capfd, "models", "adopt", str(folder))
     assert code == 1
     assert err.startswith(b"error: ")

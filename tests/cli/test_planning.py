@@ -1,4 +1,4 @@
-"""Plans made in a process of their own: the same as here, whatever befalls that process."""
+"""Plans made in another process are the same as in this one, whatever happens to that process."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def test_it_plans_as_it_would_here_and_not_here(
     monkeypatch.setattr(recommend, "recommend", refused)
     told: list[PlanChoice] = []
     assert desk.plan(APPLE, told.append) == here
-    assert {c.ref for c in here.choices} <= {c.ref for c in told}  # each before all of them
+    assert {c.ref for c in here.choices} <= {c.ref for c in told}  # each plan before the full list
     children = psutil.Process().children()
     with pytest.raises(LocalLLMError) as caught:
         desk.plan(PlanRequest(machine="a toaster"))
     assert caught.value.hint
-    assert type(caught.value) is not LocalLLMError  # the error it was there
+    assert type(caught.value) is not LocalLLMError  # the error of the other process
     assert desk.explain(APPLE, here.choices[0].ref, 80)
-    assert psutil.Process().children() == children  # one process for all
+    assert psutil.Process().children() == children  # the same process for all plans
     for child in children:
         child.kill()
     until(
         lambda: not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
     )
-    assert desk.plan(APPLE).choices == here.choices  # another one
+    assert desk.plan(APPLE).choices == here.choices  # a new process
     desk.close()
     alive = [c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE]
     assert not [c for c in alive if "planning" in " ".join(c.cmdline())]
@@ -60,7 +60,10 @@ def test_it_plans_as_it_would_here_and_not_here(
 def test_a_speed_of_a_busy_moment_says_so_and_is_measured_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the figure's own word, whatever its source is called."""
+    """A memory speed measured on a busy machine is marked and measured again.
+
+    The figure itself carries the mark; the name of its source does not matter.
+    """
     from dataclasses import replace
 
     from localllm.load import candidates
@@ -79,11 +82,14 @@ def test_a_speed_of_a_busy_moment_says_so_and_is_measured_again(
     assert "while other programs ran" in service.plan(APPLE).machine
     assert "while other programs ran" not in service.plan(APPLE).machine
     service.plan(APPLE)
-    assert len(asked) == 2  # and one of a quiet moment is kept
+    assert len(asked) == 2  # a measurement on an idle machine is kept
 
 
 def test_prompts_may_be_read_by_another_machine() -> None:
-    """The plans are those of the second machine, each with what the first one gains."""
+    """Prompts may be prefilled on another machine.
+
+    The plans are those of the second machine, with the first machine's gain noted for each.
+    """
     joined = PlanRequest(machine="dgx spark --with M4 Max 128GB --link 10gbe")
     service = LocalModelService()
     found = service.plan(joined)

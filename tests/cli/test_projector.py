@@ -1,5 +1,5 @@
-"""Whether a model is loaded with the projector beside it: where it fits and can be read, and why
-not otherwise."""
+"""A model is loaded with its projector if that fits and can be read; otherwise the reason is
+given."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def able(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this build can."""
+    """Assume that this build can read images."""
     monkeypatch.setattr(LlamaCppType, "reads_images", lambda _: None)
 
 
@@ -113,7 +113,7 @@ def test_what_is_planned_is_what_it_takes(model: VisionModel) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A tiny MLX checkpoint with its tower among its weights."""
+    """Return a tiny MLX checkpoint whose weights include a vision tower."""
     return tiny_mlx_vision.write(tmp_path / "sees", "mistral3")
 
 

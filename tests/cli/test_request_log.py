@@ -1,4 +1,4 @@
-"""`localllm serve` says a line for each request, and nothing of what was asked."""
+"""`localllm serve` logs one line for each request, without the request's content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.scripted_engine import ScriptedEngine
 
 
 def told(path: str, status: int | None, method: str = "POST") -> list[str]:
-    """The lines for one request that took a second and a half."""
+    """Return the log lines of one request that took 1.5 s."""
     lines: list[str] = []
     times = iter((10.0, 11.5))
 

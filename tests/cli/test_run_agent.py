@@ -1,5 +1,4 @@
-"""`localllm run`: an agent is started with settings for its process alone, which are gone with
-it."""
+"""`localllm run` starts an agent with temporary settings for its process only."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ TARGET = ClientTarget("http://127.0.0.1:11535", "tiny", 4096)
 STARTED = [
     name for name, recipe in RECIPES.items() if recipe(TARGET, Path("/home")).run is not None
 ]
-# What an agent is here: it tells what it was given, and ends with 7.
+# The test's agent: it prints its arguments and variables, and exits with 7.
 TELLS = """#!{python}
 import json, os, sys
 places = [value for value in [*sys.argv, *os.environ.values()] if "localllm-run-" in value]
@@ -45,7 +44,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project folder, a home folder, and a folder of programs, which alone are found."""
+    """A project folder, a home folder, and a folder of programs that is the only one in PATH."""
     for name in ("project", "home", "bin"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "project")
@@ -91,7 +90,7 @@ def test_it_is_told_of_the_server_and_the_model_and_nothing_stays(
     assert "tiny" in everything
     said = capfd.readouterr().err
     assert all(name in said for name in new)
-    # Its own configuration is as it was, and the folder is gone.
+    # The agent's own configuration is unchanged, and the temporary folder is gone.
     assert list((place / "home").iterdir()) == []
     assert [p.name for p in place.iterdir() if p.name.startswith("localllm-run-")] == []
     for file in given["files"]:

@@ -1,4 +1,4 @@
-"""How `localllm serve` starts when what it was told to serve can't be loaded."""
+"""The start of `localllm serve` with models that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no 
 
 @pytest.fixture
 def broken(tiny_model: Path, tmp_path: Path) -> Path:
-    """A model whose header is whole and whose weights are cut off; beside it an installed one that
-    is sound."""
+    """Return a model whose weights are truncated after a valid header, and install a valid one."""
     library = tmp_path / "library"
     library.mkdir()
     shutil.copy(tiny_model, library / "sound.gguf")
@@ -37,7 +36,7 @@ def broken(tiny_model: Path, tmp_path: Path) -> Path:
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """`localllm serve` over a Unix socket, and a client of it."""
+    """Run `localllm serve` on a Unix socket, and yield it with a client."""
     with tempfile.TemporaryDirectory(prefix="ll") as folder:
         path = Path(folder) / "s.sock"
         command = [

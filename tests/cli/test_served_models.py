@@ -1,5 +1,7 @@
-"""Every installed model on request, presets of config.toml, and names with wildcards: at the real
-engine."""
+"""Every installed model on request, presets of config.toml, and names with wildcards.
+
+The tests use the real engine.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ HI = [{"role": "user", "content": "Say hi"}]
 
 @pytest.fixture
 def folder(tiny_model: Path, tmp_path: Path) -> Path:
-    """A folder of four installed models."""
+    """Return a folder of four installed models."""
     made = tmp_path / "library"
     made.mkdir()
     for name in ("alpha-Q4_0", "beta-Q8_0", "beta-Q4_0", "gpt-oss-mini"):
@@ -84,12 +86,12 @@ def test_every_installed_model_is_listed_and_loads_when_it_is_named(http: httpx.
     before = states(http)
     assert {"alpha-Q4_0", "beta-Q8_0", "beta-Q4_0", "gpt-oss-mini"} <= set(before)
     assert set(before.values()) == {"unloaded"}
-    # What each would be is found out meanwhile.
+    # Each model's plan is computed in the background.
     until(lambda: {m["context_length"] for m in http.get("/v1/models").json()["data"]} == {512})
     for name in ("gpt-oss-mini", "GPT-OSS-MINI.gguf", "gpt-oss-mini:latest"):
         assert ask(http, name).json()["usage"]["completion_tokens"] == 2, name
     assert ask(http, "beta:Q8_0").json()["model"] == "beta-Q8_0"
-    # The one in memory answers to the name that both have.
+    # If two models match a name, the loaded one answers.
     assert ask(http, "beta").json()["model"] == "beta-Q8_0"
     after = states(http)
     assert {n for n, s in after.items() if s == "loaded"} == {"gpt-oss-mini", "beta-Q8_0"}
@@ -115,7 +117,7 @@ def test_no_request_reaches_a_file_by_its_path(
 
 def test_a_model_that_was_installed_meanwhile_is_found(http: httpx.Client, folder: Path) -> None:
     shutil.copy(folder / "alpha-Q4_0.gguf", folder / "newcomer.gguf")
-    # The disk is looked at no more than once a second.
+    # The disk is read at most once a second.
     until(lambda: ask(http, "newcomer").status_code == 200)
     assert ask(http, "newcomer").json()["model"] == "newcomer"
 
@@ -196,7 +198,7 @@ def test_wildcards_stand_for_names_nobody_has_and_the_closest_one_wins(folder: P
         "claude-sonnet-4-5": "alpha-Q4_0", "gpt-5": "beta-Q8_0", "GPT-4o-mini": "beta-Q8_0",
         "claude-haiku-4-5": "gpt-oss-mini",
     }  # fmt: skip
-    # A model that has the name is not hidden by a pattern.
+    # A pattern does not hide a model of the same name.
     assert models.resolve("gpt-oss-mini").name == "gpt-oss-mini"
     with pytest.raises(ModelNotFoundError):
         models.resolve("mistral-large")
@@ -343,7 +345,7 @@ def test_a_load_that_runs_out_of_memory_is_tried_once_more_with_less_and_that_is
     smollm2: Path,
 ) -> None:
     load = load_plan_named(str(smollm2), Settings({"context": 4096}))
-    # A KV cache that no machine has: 90 GB and more in one piece.
+    # A KV cache that no machine can hold: at least 90 GB in one allocation.
     spec = replace(load.options.spec, n_ctx=1 << 22)
     model = planned(replace(load, options=replace(load.options, spec=spec)))
     worker = ModelWorker("m", model)

@@ -1,5 +1,4 @@
-"""`localllm service`: the command it has a manager run, what it says, and the sockets that a
-manager hands over."""
+"""`localllm service`: the manager's command, its output, and sockets handed over by a manager."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ def test_windows_is_told_the_environment_and_the_log_in_words() -> None:
 def test_where_it_listens() -> None:
     assert listen_streams(Settings({}))[0] == "127.0.0.1:11535"
     assert listen_streams(Settings({"host": "::", "port": 80})) == ("[::]:80",)
-    # What a resolver says can change, and any free port is not one.
+    # A resolved name can change its address, and port 0 means any free port, so neither is used.
     assert listen_streams(Settings({"host": "nas.lan"})) == ()
     assert listen_streams(Settings({"port": 0})) == ()
 
@@ -134,7 +133,10 @@ def test_the_status_of_one_that_runs_says_where_it_answers(
 def test_a_journal_that_this_user_may_not_read_is_told_from_a_broken_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Where journald keeps it in memory only, users are not let read even their own."""
+    """A journal that this user may not read is distinguished from a broken one.
+
+    If journald keeps it only in memory, users cannot read even their own entries.
+    """
     journalctl = tmp_path / "journalctl"
     journalctl.write_text(
         "#!/bin/sh\necho 'No journal files were opened due to insufficient permissions.' "
@@ -169,7 +171,10 @@ def test_the_last_lines_of_a_log(tmp_path: Path, capfd: pytest.CaptureFixture[st
 def test_the_workers_of_a_killed_server_are_waited_for_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are told by systemd's name of the run in their environment."""
+    """The start waits for the workers of a killed server, and for no other processes.
+
+    They are recognised by systemd's invocation id in their environment.
+    """
     forever = [sys.executable, "-c", "import sys; print(1, flush=True); sys.stdin.read()"]
 
     def child(run: str) -> subprocess.Popen[bytes]:
@@ -213,8 +218,7 @@ except UsageError as e:
 
 
 def given(sock: socket.socket, port: int) -> str:
-    """What a server says that is started with `sock` as its third descriptor, as systemd does
-    it."""
+    """Return the output of a server that gets `sock` as descriptor 3, like from systemd."""
 
     def third() -> None:
         os.dup2(sock.fileno(), 3)

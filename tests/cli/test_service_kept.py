@@ -1,5 +1,7 @@
-"""A server that is killed and started again on a socket that somebody keeps, as systemd does:
-nobody is turned away, and the conversation goes on with what was cached."""
+"""A server is killed and restarted on a socket that another process holds open, like systemd.
+
+No client is refused, and the conversation continues with the cached KV.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _SERVE = (
 
 @contextmanager
 def server(sock: socket.socket) -> Iterator[subprocess.Popen[bytes]]:
-    """`localllm serve` on `sock`, which stays open here."""
+    """Run `localllm serve` on `sock`, which stays open in this process."""
     environment = {**os.environ, "LISTEN_FDS": "1", "LOCALLLM_PORT": str(sock.getsockname()[1])}
     started = subprocess.Popen(
         [sys.executable, "-c", _SERVE], env=environment, pass_fds=[3],
@@ -45,7 +47,7 @@ def server(sock: socket.socket) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def ask(sock: socket.socket, messages: list[dict[str, str]]) -> tuple[str, int, int]:
-    """The answer, the tokens of the prompt, and how many of them were cached."""
+    """Return the answer, the tokens of the prompt, and how many of them were cached."""
     url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1/chat/completions"
     body = {"messages": messages, "max_tokens": 8, "temperature": 0}
     reply = httpx.post(url, json=body, timeout=240)
@@ -61,13 +63,15 @@ def test_kill_9_and_restart_lose_nothing_of_a_conversation() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock, ThreadPoolExecutor(1) as pool:
 
         def turn(question: str, known: bool, how_it_ends: signal.Signals) -> None:
-            """One turn, asked while no server runs: it waits for the next one, which then ends in
-            that way."""
+            """Send one turn while no server runs, and end the server that answers it.
+
+            The request waits for this server, which gets the signal `how_it_ends`.
+            """
             talk.append({"role": "user", "content": question})
             asked = pool.submit(ask, sock, [*talk])
             with server(sock) as running:
                 answer, n_prompt, n_cached = asked.result(240)
-                # What follows the answer in the template, and the question, are new.
+                # Only the question and the template's text after the answer are new.
                 assert n_cached >= n_prompt - 24 if known else n_cached == 0
                 talk.append({"role": "assistant", "content": answer})
                 workers = psutil.Process(running.pid).children(recursive=True)

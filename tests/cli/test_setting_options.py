@@ -1,4 +1,4 @@
-"""A setting is declared once: its row makes the option, the variable and the key of config.toml."""
+"""A setting is declared once: its row defines the option, the variable and the config.toml key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Command = Callable[..., Settings]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Command:
-    """A command that takes all of ROWS, and returns its Settings."""
+    """Return a command that takes all of ROWS, and returns its Settings."""
     monkeypatch.setattr(setting_table, "TABLE", (*setting_table.TABLE, *ROWS))
 
     @takes(*NAMES)

@@ -1,5 +1,5 @@
-"""Models that are loaded together on a machine with several cards: each on one of its own while
-there is room."""
+"""Models that are loaded together on a machine with several cards get one card each while
+possible."""
 
 from __future__ import annotations
 

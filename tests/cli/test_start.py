@@ -1,5 +1,7 @@
-"""What a command reads before it answers: a list of models must not wait for what other commands
-need."""
+"""Imports of a command before it answers.
+
+A list of models does not wait for modules of other commands.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from localllm.cli.all_commands import app
 from localllm.cli.main import run
 from localllm.cli.root_command import command_line
 
-# Each 5 to 60 ms of a start.
+# Each takes 5 to 60 ms of a start.
 NOT_NEEDED = (
     "asyncio",
     "numpy",
@@ -47,12 +49,15 @@ def test_recommend_reads_only_what_it_needs() -> None:
     modules, written, collects = json.loads(done.stdout)
     assert written > 500
     assert [name for name in NOT_NEEDED if name in modules] == []
-    assert collects  # whoever calls `run` gets the collector back
+    assert collects  # after `run`, its caller has the garbage collector again
 
 
 def test_the_server_is_up_before_what_only_requests_need(tiny_model: Path) -> None:
-    """Until it listens `serve` imports no client, no template engine, no numbers' library, no
-    dialect and no pydantic: that is done while the model loads. A plan needs none of it either."""
+    """The server listens before it imports modules that only requests need.
+
+    Until then `serve` imports no client, no template engine, no numpy, no dialect and no
+    pydantic. They are imported while the model loads. Planning does not need them either.
+    """
     script = """
 import sys
 from localllm.load.load_plan import load_plan_named
@@ -83,7 +88,7 @@ print(*sys.modules)
 
 
 def imported_by(script: str, *arguments: str) -> list[str]:
-    """The modules that this script has imported at its end."""
+    """Return the modules that this script has imported at its end."""
     command = [sys.executable, "-c", f"import sys\n{script}\nprint(*sys.modules)", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
@@ -95,7 +100,11 @@ def test_the_worker_starts_before_the_catalog_is_imported() -> None:
 
 
 def test_a_router_is_made_without_what_few_models_need(tiny_model: Path) -> None:
-    """The worker waits for it: no downloads, no speeds of others, no tables that are kept."""
+    """A router is created without modules that only some models need, because the worker waits for
+    it.
+
+    These are downloads, speeds of other machines, and stored tables.
+    """
     script = """
 from localllm.cli.serve.listening import server_settings
 from localllm.cli.serve.model_router import router_of
@@ -110,8 +119,11 @@ router_of(sys.argv[1:], [], settings)
 
 
 def test_the_processors_are_the_workers_while_the_model_loads(tmp_path: Path) -> None:
-    """Until then `serve` imports one dialect. A load ends without the code of builds if there is
-    no build."""
+    """While the model loads, the worker has the processors.
+
+    Until the load ends, `serve` imports one dialect. A load imports no code of engine builds if
+    there is no build.
+    """
     script = """
 import sys, threading
 from localllm.cli.engine_builds import EngineFallback
@@ -158,7 +170,7 @@ def test_a_command_asked_for_alone_is_the_command_of_the_whole(
     assert left.value.code == 2
     alone = command_line("recommend")
     assert (len(alone.registered_commands), len(alone.registered_groups)) == (1, 0)
-    assert len(app.registered_commands) > 5  # the whole is as it was
+    assert len(app.registered_commands) > 5  # the complete app is unchanged
 
 
 def test_help_and_a_mistyped_command_know_all_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,4 @@
-"""A typed name means the same model on the command line, in a request of every dialect, and in a
-chat."""
+"""A typed name means the same model on the command line, in every dialect, and in a chat."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ aliases = ["second"]
 QWEN = "Qwen3-8B-Q4_K_M"
 ADDRESS = f"https://huggingface.co/unsloth/Qwen3-8B-GGUF/blob/main/{QWEN}.gguf"
 
-# What is typed, and the id of the model that it means everywhere.
+# A typed name, and the id of the model that it means everywhere.
 NAMES = {
     # a full name, in any case, of a model or its file
     "beta-Q8_0": "beta-Q8_0",
@@ -48,7 +47,7 @@ NAMES = {
     "beta-Q8_0.gguf": "beta-Q8_0",
     "beta-Q8_0:latest": "beta-Q8_0",
     "beta-Q8_0:Q8_0": "beta-Q8_0",
-    # a part of it
+    # a part of the name
     "beta": "beta-Q8_0",
     "beta:latest": "beta-Q8_0",
     "Beta:q8_0": "beta-Q8_0",
@@ -82,7 +81,10 @@ UNKNOWN = ("gamma", "beta:Q4_0", "beta-Q4_0", "bartowski/Qwen3-8B-GGUF", "qwen3-
 
 @pytest.fixture
 def disk(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Path, str]:
-    """Models in an adopted folder, the hub's cache and Ollama's store; the id of each file."""
+    """Install models in an adopted folder, the hub's cache and Ollama's store.
+
+    Returns the id of each file.
+    """
     for name in ("HOME", "USERPROFILE", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -132,7 +134,8 @@ def real(path: Path) -> Path:
 
 
 def on_the_command_line(typed: str, disk: dict[Path, str]) -> str:
-    """The preset, or the files, that `localllm serve` and `localllm chat` take."""
+    """Return the preset, or the id of the file, that `localllm serve` and `localllm chat`
+    select."""
     served = ServedModels(Settings({"context": 512}), load_presets())
     [load], [preset] = served.load_plans([typed])
     return preset.name if preset is not None else disk[real(load.local.path)]
@@ -145,7 +148,7 @@ def in_a_request(http: httpx.Client, path: str, body: dict[str, Any], typed: str
 
 
 def in_a_chat(typed: str) -> str:
-    """What the chat calls the model in its requests to the server that runs on this machine."""
+    """Return the model name in the chat's requests to the server on this machine."""
     with ExitStack() as stack:
         engine = engines.engine_for(stack, engines.Wanted(typed), None, at_once=True)
         assert isinstance(engine, engines.Attached), typed

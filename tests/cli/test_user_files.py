@@ -1,5 +1,4 @@
-"""A file of the user's that can't be read or says something impossible: one message naming it, and
-no traceback."""
+"""Unreadable or invalid user files cause one message that names the file, without a traceback."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ file = "mine-{quant}.gguf"
 estimate = ["Q4_K_M"]
 """
 
-# What is wrong, and a word of the message that says so.
+# The fault, and a word that the message contains.
 BAD: dict[str, tuple[bytes, str]] = {
     "not TOML": (b"[[models]\n", "line 1"),
     "not UTF-8": (b'[[models]]\nid = "\xff"\n', "utf-8"),
@@ -63,7 +62,7 @@ COMMANDS = (
 
 
 def refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command that must fail says on stderr; nothing on stdout, exit code 2."""
+    """Return the stderr of a command that must fail, with exit code 2 and an empty stdout."""
     with pytest.raises(SystemExit) as ended:
         run(list(arguments))
     said = capsys.readouterr()

@@ -1,5 +1,7 @@
-"""A model is loaded in the layout that this processor's kernels were measured to be quicker in;
-they are timed when it matters."""
+"""A model is loaded in the weight layout that is faster on this processor.
+
+The kernels are timed only if the result matters.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from localllm.load.load_plan import load_plan_named
 from localllm.settings import Settings
 from models import sparse_gguf, tiny_gguf
 
-# Weights of 0.6 GB, without their bytes.
+# Weights of 0.6 GB in a sparse file.
 SHAPE = sparse_gguf.Shape("wide", "llama", 16, 2048, 8192, 16, 16, 128, tiny_gguf.VOCAB)
 
 
@@ -29,7 +31,7 @@ def timed(prompt_tflops: float, token_tflops: float) -> dict[str, Measurement]:
 
 @pytest.fixture
 def timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every timing of this machine's kernels, which comes out as on two Zen cores with AVX-512."""
+    """Record every timing of kernels, with the results of two Zen cores with AVX-512."""
     monkeypatch.setenv("LOCALLLM_CACHE_DIR", str(tmp_path / "cache"))
     made: list[str] = []
 
