@@ -1,4 +1,5 @@
-"""A home of its own for every library test, and a loopback hub for those that ask for one."""
+"""A separate home directory for every library test, and a loopback hub for tests that request
+one."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _ELSEWHERE = (
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty home: no model of this machine is in sight but those a test lays out."""
+    """Set an empty home directory, so that tests see only the models that they create."""
     folder = tmp_path / "home"
     folder.mkdir()
     monkeypatch.setenv("HOME", str(folder))
@@ -36,27 +37,29 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def nothing_packaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the starter model's package were not installed."""
+    """Simulate that the starter model's package is not installed."""
     monkeypatch.setattr("localllm.library.starter.path", lambda: None)
     assert store.packaged() == []
 
 
 @pytest.fixture
 def online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lift the suite's offline rule for the loopback hub, in huggingface-hub too (it reads the
-    variable on import)."""
+    """Lift the suite's offline rule for the loopback hub, also in huggingface-hub.
+
+    huggingface-hub reads the variable on import.
+    """
     import huggingface_hub.constants
 
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-    # The hub's answers must be the loopback's alone, whatever is stored on this machine.
+    # Only the loopback hub may answer, so no token stored on this machine is used.
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
 
 
 @pytest.fixture
 def hub(online: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A running hub without repositories; HF_ENDPOINT points at it."""
+    """Yield a running hub without repositories. HF_ENDPOINT is its address."""
     with running(Hub()) as found:
         monkeypatch.setenv("HF_ENDPOINT", found.url)
         yield found
@@ -64,19 +67,19 @@ def hub(online: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def cache(home: Path) -> Path:
-    """The hub's cache of this test."""
+    """Return the hub's cache of this test."""
     return app_folders.hub_cache()
 
 
 @pytest.fixture
 def waits() -> list[float]:
-    """The waits `patience` was asked to make, in seconds."""
+    """Collect the waits that `patience` requested, in seconds."""
     return []
 
 
 @pytest.fixture
 def patience(waits: list[float]) -> Patience:
-    """Short timeouts, and waits that are noted instead of waited."""
+    """Return short timeouts, and a sleep function that only records its waits."""
     return Patience(
         failures=6,
         connect_s=5.0,

@@ -1,8 +1,10 @@
-"""A loopback model hub with the endpoints huggingface-hub uses, and a schedule of the faults real
-ones have.
+"""A loopback model hub with the endpoints that huggingface-hub uses, and scheduled faults.
 
-Speaks `GET /api/models/REPO[/revision/REV]`, `HEAD|GET /REPO/resolve/REV/FILE` (small files at
-once; large ones by a redirect to `/cdn/DIGEST?sig=N`, whose signature can expire) and byte ranges.
+The faults are those that real hubs have.
+
+It supports `GET /api/models/REPO[/revision/REV]`, `HEAD|GET /REPO/resolve/REV/FILE` and byte
+ranges. Small files are sent at once. Large ones are redirected to `/cdn/DIGEST?sig=N`, whose
+signature can expire.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ _PIECE_BYTES = 16_384
 
 
 def sha256(content: bytes) -> str:
-    """Hex sha256."""
+    """Return the SHA-256 in hex."""
     return hashlib.sha256(content).hexdigest()
 
 
 def git_sha1(content: bytes) -> str:
-    """Git's name of a blob."""
+    """Return git's hash of a blob."""
     return hashlib.sha1(
         f"blob {len(content)}\0".encode() + content, usedforsecurity=False
     ).hexdigest()
@@ -47,24 +49,25 @@ def git_sha1(content: bytes) -> str:
 
 @dataclass
 class Repo:
-    """Files of one repository, by name; those of 10 kB and more are stored as LFS is (sha256)."""
+    """Files of one repository by name. Those of at least 10 kB are stored like LFS files
+    (SHA-256)."""
 
     name: str
     files: dict[str, bytes]
 
     @property
     def commit(self) -> str:
-        """Changes with any content."""
+        """Return a hash that changes with any content."""
         listed = sorted((name, sha256(content)) for name, content in self.files.items())
         return hashlib.sha1(repr(listed).encode(), usedforsecurity=False).hexdigest()
 
     def digest(self, name: str) -> str:
-        """What the file is stored under."""
+        """Return the hash under which the file is stored."""
         content = self.files[name]
         return sha256(content) if len(content) >= _LFS_BYTES else git_sha1(content)
 
     def siblings(self) -> list[dict[str, Any]]:
-        """The files as the API lists them with blobs=true."""
+        """Return the files as the API lists them with blobs=true."""
         rows = []
         for name, content in self.files.items():
             row: dict[str, Any] = {
@@ -80,8 +83,11 @@ class Repo:
 
 @dataclass
 class Schedule:
-    """Which requests fail and how: `once` one request each, in order and by kind ("api",
-    "content"); then `always`."""
+    """The requests that fail, and their faults.
+
+    Each entry of `once` affects one request of its kind ("api" or "content"), in order. After
+    that `always` applies.
+    """
 
     seed: int = 0
     once: list[tuple[str, str]] = field(default_factory=list)
@@ -94,7 +100,8 @@ class Schedule:
 
     @classmethod
     def random(cls, seed: int) -> Schedule:
-        """One to six passing faults; in one of four a lasting one."""
+        """Return a schedule with one to six temporary faults, and in one of four also a permanent
+        one."""
         rng = random.Random(seed)
         kinds = {"api": API_FAULTS, "content": CONTENT_FAULTS}
 
@@ -106,7 +113,7 @@ class Schedule:
         return cls(seed, once, draw() if rng.random() < 0.25 else None)
 
     def next(self, kind: str) -> str:
-        """The fault of this request, or ""."""
+        """Return the fault of this request, or ""."""
         with self._lock:
             for found in self.once:
                 if found[0] == kind:
@@ -122,7 +129,8 @@ class Schedule:
 
 @dataclass
 class Seen:
-    """One request as it came ("api", "resolve" or "content"), and how many body bytes were sent."""
+    """One request as received ("api", "resolve" or "content"), and the number of body bytes
+    sent."""
 
     kind: str
     method: str
@@ -135,12 +143,12 @@ class Seen:
 
 @dataclass
 class Hub:
-    """What the server holds and does. `pause_after` bytes of content it stops, sets `paused`, and
-    waits for `resume`.
+    """The repositories and the behaviour of the server.
 
-    `fill_disk` is called by the fault "disk full" while content is on its way. `api_location` is
-    where it says the API has moved (to be asked under the same path). `scripted` answers in its
-    place (None: as the hub would).
+    After `pause_after` bytes of content it stops, sets `paused`, and waits for `resume`. The
+    fault "disk full" calls `fill_disk` while content is being sent. `api_location` is the
+    address to which the API redirects, with the same path. `scripted` replaces the hub's
+    answers; with None the hub answers.
     """
 
     repos: dict[str, Repo] = field(default_factory=dict)
@@ -165,22 +173,22 @@ class Hub:
         return self.repos[name]
 
     def contents(self) -> list[Seen]:
-        """Requests for content, in order."""
+        """Return the requests for content, in order."""
         return [s for s in self.seen if s.kind == "content"]
 
     def wait(self, seconds: float) -> bool:
-        """Until the hub ends, at most so long; True if it ends."""
+        """Wait until the hub ends, for at most `seconds`. Return whether it ends."""
         return self.ending.wait(seconds)
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
-    # A client that gives up must not leave a thread behind.
+    # A client that gives up must not leave a thread running.
     timeout = 20
 
     def log_message(self, *_args: Any) -> None:
-        """Silence."""
+        """Write no log."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -326,7 +334,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = bytearray(content[start:end])
         said_start, length = start, len(body)
         if fault == "wrong range":
-            # Another part of the file than asked for, as a confused cache gives it out.
+            # A wrong range of the file, as a broken cache sends it.
             said_start = hub.schedule.rng.randrange(len(content))
             body = bytearray(content[said_start:] + content)[:length]
             partial = True
@@ -362,7 +370,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault == "hang":
             hub.wait(2)
         elif fault == "drip":
-            # A byte at a time, slower than anybody should wait for.
+            # One byte at a time, slower than any client should accept.
             for i in range(stop, length):
                 if hub.wait(0.02):
                     break
@@ -425,7 +433,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Server(ThreadingHTTPServer):
-    # Threads are waited for: a test that ends leaves nothing running.
+    # The server waits for its threads, so that no thread outlives its test.
     daemon_threads = False
     hub: Hub
 
@@ -434,7 +442,7 @@ class _Server(ThreadingHTTPServer):
         self.close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that left is no event."""
+        """Ignore clients that disconnect."""
 
 
 @contextmanager
@@ -443,7 +451,7 @@ def running(hub: Hub) -> Iterator[Hub]:
     server = _Server(("127.0.0.1", 0), _Handler)
     server.hub = hub
     hub.url = f"http://127.0.0.1:{server.server_port}"
-    # Another host name, as the delivery network's: the token must not travel there.
+    # Another host name, like that of a CDN: the token must not be sent there.
     hub.cdn = f"http://localhost:{server.server_port}"
     thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.01))
     thread.start()

@@ -1,5 +1,4 @@
-"""Stores laid out as LM Studio, Ollama and llama.cpp lay theirs out are found, and their files run
-where they lie."""
+"""Stores of LM Studio, Ollama and llama.cpp are found, and their files run in place."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def found(origin: str) -> list[LocalModel]:
 
 
 def run_in_place(model: LocalModel) -> None:
-    """Load the very file with the real backend and take a step; nothing is written beside it."""
+    """Load the file with the real backend and run one step. No file is written next to it."""
     from localllm.engine.worker.backends import for_path
 
     before = sorted(os.listdir(model.path.parent))
@@ -111,8 +110,10 @@ def test_damaged_lmstudio_settings_hide_nothing(home: Path, settings: bytes) -> 
 def ollama_model(
     models: Path, weights: bytes, *name: str, config: dict[str, str] | None = None, **more: bytes
 ) -> Path:
-    """A manifest as Ollama writes it, with blobs named by their hash; `more` layers by the end of
-    their media type."""
+    """Write a manifest like Ollama's, with blobs named by their hash.
+
+    `more` are layers, by the end of their media type.
+    """
 
     def blob(content: bytes, kind: str) -> dict[str, object]:
         digest = hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""The model that is used without -m, if the largest one can't be loaded."""
+"""The model that is used without -m if the largest one cannot be loaded."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ def test_a_model_in_ollamas_own_layout_alone_is_an_error_with_its_reason(
 def test_an_mlx_embedding_model_is_never_chosen_for_a_chat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: str
 ) -> None:
-    """Its name says nothing: sentence-transformers' files or the config's class do."""
+    """An MLX embedding model is never selected for a chat.
+
+    Its name does not show its kind. The files of sentence-transformers or the config's class do.
+    """
     no_starter(monkeypatch)
     cached("maker/Small-GGUF", "Small-Q4_K_M.gguf", with_template(tmp_path, 0))
     repo = app_folders.hub_cache() / "models--maker--Vectors-4bit"

@@ -1,5 +1,4 @@
-"""`localllm catalog update`: what the hub holds goes over what was constructed; nothing it says is
-believed unread."""
+"""`localllm catalog update`: the hub's values replace constructed ones, after they were checked."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from localllm.planner.types import RunSettings, Workload
 from localllm_catalog import catalog, from_gguf, gguf
 from models import tiny_gguf
 
-# One file of it is listed, the others are constructed.
+# One of its files is listed, the others are constructed.
 MODEL = "nemotron-3.5-lightning-30b-a3b"
 NAME = "NVIDIA-Nemotron-3.5-Lightning-30B-A3B"
 REPO = f"unsloth/{NAME}-GGUF"
@@ -48,7 +47,7 @@ class Large(Repo):
     sizes: dict[str, int]
 
     def siblings(self) -> list[dict[str, Any]]:
-        """The files as the API lists them, as large as stated."""
+        """Return the files as the API lists them, with the stated sizes."""
         rows = super().siblings()
         for row in rows:
             row["size"] = self.sizes[row["rfilename"]]
@@ -57,7 +56,7 @@ class Large(Repo):
 
 
 def large(name: str, sizes: dict[str, int]) -> Large:
-    """A repository of these files."""
+    """Return a repository of these files."""
     found = Large(name, {file: file.encode() for file in sizes})
     found.sizes = sizes
     return found
@@ -65,7 +64,7 @@ def large(name: str, sizes: dict[str, int]) -> Large:
 
 @pytest.fixture
 def stocked(hub: Hub) -> Hub:
-    """A hub with the model's GGUF files, a draft head among them, and no MLX folders."""
+    """Return a hub with the model's GGUF files, including a draft head, and no MLX folders."""
     sizes = {
         f"{NAME}-Q4_K_M.gguf": 23_600_000_000,
         f"{NAME}-UD-Q4_K_XL.gguf": 25_500_000_000,
@@ -97,7 +96,7 @@ def test_what_the_hub_lists_replaces_what_was_constructed(stocked: Hub) -> None:
     assert q4.files == (f"{NAME}-Q4_K_M.gguf",)
     assert len(after[REPO, "BF16"].files) == 2
     assert q4.mmproj_file == "mmproj-F16.gguf"
-    assert (REPO, "Q8_0") not in after  # half a gigabyte is no 30B model
+    assert (REPO, "Q8_0") not in after  # 500 MB are too few for a 30B model
     assert "nothing changed" in run("update", MODEL)
 
 
@@ -192,7 +191,7 @@ def test_a_model_nobody_knows_is_added_from_the_header_of_its_file(
         "Q8_0", "somebody/Newest-1B-GGUF", file.stat().st_size,
     )  # fmt: skip
     assert kv_sizes.kv_bytes(added, RunSettings(512)) == kv_sizes.kv_bytes(read, RunSettings(512))
-    # A later update of it, and of another model, leaves what was read in place.
+    # A later update of this or of another model keeps the values that were read.
     assert "nothing changed" in run("update", "newest-1b")
     assert load_catalog().by_id["newest-1b"].layers == read.layers
 

@@ -1,5 +1,7 @@
-"""A file that can't be run says why and which one would do; "download it again" is for a damaged
-one alone."""
+"""A file that cannot run causes an error with the reason and a suitable file.
+
+Only a damaged file's error suggests another download.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ Change = Callable[[bytes], bytes]
 
 
 def model(path: Path, arch: str = "llama", tensors: tuple[str, ...] = (), **keys: Any) -> Path:
-    """A header of a language model of two layers, with further keys (`__` for dots) and tensors."""
+    """Write the header of a language model of two layers.
+
+    `keys` are further keys (`__` for dots), and `tensors` further tensors.
+    """
     writer = gguf.GGUFWriter(str(path), arch)
     for name, value in {
         "block_count": 2,

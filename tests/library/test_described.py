@@ -1,5 +1,7 @@
-"""What people call a model, and what is planned then: a quant is honoured or refused in every form,
-and the hub is asked last."""
+"""Names that users give to models, and the resulting plans.
+
+A quant is used or refused in every form of name, and the hub is queried last.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def known() -> Catalog:
 
 
 def mlx_folder(folder: Path) -> Path:
-    """An MLX folder that says what a model is and holds no weights worth the name."""
+    """Write an MLX folder with a valid config and only a few bytes of weights."""
     folder.mkdir()
     config = {
         "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128,
@@ -134,8 +136,11 @@ def test_an_unknown_repository_is_read_from_one_header(
 def test_a_repository_that_the_catalog_does_not_list_of_a_model_it_knows(
     hub: Hub, known: Catalog
 ) -> None:
-    """Sizes are the listing's, shapes the catalog's; what is no file of the model (a draft head) is
-    left out."""
+    """An unlisted repository of a known model.
+
+    The sizes come from the hub's listing, the shapes from the catalog. Files that are not the
+    model (a draft head) are left out.
+    """
     hub.add("somebody/Qwen3-0.6B-GGUF", {"Qwen3-0.6B-Q8_0.gguf": bytes(400)})
     with pytest.raises(DownloadError, match=r"no files of Qwen3 0\.6B"):
         describe("somebody/Qwen3-0.6B-GGUF", known)

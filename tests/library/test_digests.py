@@ -1,4 +1,4 @@
-"""A model's digest is the hash of its files as they were published; none is read for it."""
+"""A model's digest is the hash of its files as published, found without reading them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_file_that_nobody_published_has_digits_of_its_own_until_it_changes(
 
 
 def _published(folder: Path, name: str, content: bytes) -> Path:
-    """A file as the hub's cache holds it: a link to what is called by its hash."""
+    """Write a file like the hub's cache: a link to a blob named by its hash."""
     blob = folder / "blobs" / _sha256(content)
     blob.parent.mkdir(exist_ok=True)
     blob.write_bytes(content)

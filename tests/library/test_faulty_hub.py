@@ -1,10 +1,9 @@
-"""Randomised runs against a misbehaving hub: every one ends in a file whose hash matches, or in a
-clear error.
+"""Randomised runs against a faulty hub end in a file with the right hash, or in a clear error.
 
-24 seeds run in the suite, 200 as `-m long` (LOCALLLM_TEST_SEEDS changes how many). Each run
-publishes random files, may find something an earlier run or another program left, meets one to six
-passing faults and in one run of four a lasting one, and is then repeated against a healthy hub,
-where it must succeed.
+24 seeds run in the suite, 200 with `-m long` (LOCALLLM_TEST_SEEDS changes the number). Each run
+publishes random files, and may find remains of an earlier run or of another program. It meets
+one to six temporary faults, and in one run of four a permanent one. It is then repeated against
+a healthy hub, and must succeed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _RUNS = int(os.environ.get("LOCALLLM_TEST_SEEDS", "200"))
 
 @pytest.fixture(scope="module")
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
-    """A real tmpfs of 6 MiB, or None where this machine lets nobody mount one."""
+    """Yield a real tmpfs of 6 MiB, or None if this machine does not allow the mount."""
     folder = tmp_path_factory.mktemp("small-disk")
     mounted = False
     if sys.platform == "linux" and shutil.which("mount") is not None and os.geteuid() == 0:
@@ -50,14 +49,17 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None
 
 
 class Ballast:
-    """Another program that takes every byte left on a disk. Once removed it takes nothing more: an
-    answer of the hub may still be on its way when its client has long given up on it."""
+    """Another program that fills a disk.
+
+    After `remove` it takes no more space, because a late answer of the hub may still call
+    `fill`.
+    """
 
     def __init__(self, disk: Path) -> None:
         self._file, self._lock, self._removed = disk / "ballast", threading.Lock(), False
 
     def fill(self) -> None:
-        """Take every byte."""
+        """Take all free space."""
         with self._lock:
             if self._removed:
                 return
@@ -66,14 +68,14 @@ class Ballast:
                     pass
 
     def remove(self) -> None:
-        """Give them all back."""
+        """Release the space."""
         with self._lock:
             self._removed = True
             self._file.unlink(missing_ok=True)
 
 
 def publish(hub: Hub, rng: random.Random) -> Repo:
-    """A repository of one of the three shapes, with random content."""
+    """Publish a repository of one of the three shapes, with random content."""
 
     def weights() -> bytes:
         return rng.randbytes(rng.randint(20_000, 700_000))
@@ -92,7 +94,7 @@ def publish(hub: Hub, rng: random.Random) -> Repo:
 
 
 def leave_something(cache: Path, repo: Repo, rng: random.Random) -> str:
-    """What an earlier run, or another program, may have left of one file."""
+    """Write a possible remainder of one file, from an earlier run or another program."""
     name, content = rng.choice(
         [(n, c) for n, c in sorted(repo.files.items()) if not n.endswith(".md")]
     )
@@ -116,8 +118,7 @@ def leave_something(cache: Path, repo: Repo, rng: random.Random) -> str:
 
 
 def assert_files_are_right(local: LocalModel, repo: Repo, cache: Path) -> None:
-    """Every file of the model has the published content, and huggingface-hub finds the same without
-    the network."""
+    """Check that every file has the published content, also as huggingface-hub finds it offline."""
     from huggingface_hub import hf_hub_download, scan_cache_dir
 
     snapshot = local.path if local.format == "mlx" else local.path.parent
@@ -129,8 +130,10 @@ def assert_files_are_right(local: LocalModel, repo: Repo, cache: Path) -> None:
 
 
 def assert_nothing_wrong_is_offered(cache: Path, repo: Repo) -> None:
-    """Whatever a failed run left: no name in a snapshot leads to a wrong content, for us or for
-    huggingface-hub."""
+    """Check that no name in a snapshot leads to wrong content, after any failed run.
+
+    This holds for us and for huggingface-hub.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     for name, content in repo.files.items():
@@ -144,7 +147,7 @@ def assert_nothing_wrong_is_offered(cache: Path, repo: Repo) -> None:
 
 
 def run_one(seed: int, hub: Hub, cache: Path, disk: Path | None) -> tuple[str, Schedule]:
-    """One randomised run; returns how it ended ("whole" or "error") and the faults it met."""
+    """Do one randomised run. Return its end ("whole" or "error") and the faults it met."""
     rng = random.Random(seed)
     hub.repos.clear()
     hub.schedule = Schedule.random(seed)
@@ -177,7 +180,7 @@ def run_one(seed: int, hub: Hub, cache: Path, disk: Path | None) -> tuple[str, S
     if ballast is not None:
         ballast.remove()
     hub.schedule = Schedule()
-    # The second run judges what the first one left, at a calm pace.
+    # The second run uses the remains of the first, with normal timeouts.
     calm = Patience(sleep=lambda _: None)
     assert_files_are_right(pull(repo.name, patience=calm, reserve_bytes=0), repo, cache)
     assert not hf_cache.partials(cache), f"seed {seed}: {left}"
@@ -202,7 +205,7 @@ def run_all(
 
 
 def met_and_survived(runs: tuple[Counter[str], Counter[str]]) -> bool:
-    """The schedule must have had teeth, and most of it must be survivable."""
+    """Return whether enough faults occurred, and whether most runs survived them."""
     ends, faults = runs
     n_runs = sum(ends.values())
     return sum(faults.values()) > n_runs and ends["whole"] > n_runs / 2 and ends["error"] > 0

@@ -1,5 +1,7 @@
-"""A file is what its header and its place say: companions are no models, whatever a listing or a
-folder is made of."""
+"""A file's kind follows from its header and its folder.
+
+Companion files are not models, in any listing or folder.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ QUANTS = {
     "IQ2_M": 2.9,
     "UD-Q4_K_XL": 5.2,
 }
-# What lies beside models, as published: {} is a model's name, {q} a quant. In shares of the model's
-# own weights at 16 bits.
+# Published companion files ({} is a model's name, {q} a quant), with their sizes as shares of the
+# model's weights at 16 bits.
 COMPANIONS = {
     "imatrix_unsloth.gguf": 0.001, "{}-imatrix.gguf": 0.01, "{}.imatrix.gguf": 0.01,
     "imatrix.gguf": 0.01,
@@ -64,7 +66,7 @@ def file(name: str, n_bytes: float) -> RepoFile:
 
 
 def model_files(model: str, params: float, quants: list[str], split: int) -> list[RepoFile]:
-    """A model's files in these quants; the first one in `split` parts in a folder of its own."""
+    """Return a model's files in these quants. The first has `split` parts in its own folder."""
     found = []
     for number, quant in enumerate(quants):
         size = params * QUANTS[quant] / 8
@@ -162,7 +164,7 @@ def test_a_projector_goes_with_the_model_it_is_named_for() -> None:
 
 
 def companion(path: Path, arch: str = "", tensors: int = 1, **keys: str | int) -> Path:
-    """A GGUF with these keys (`__` for dots) and nothing of a language model."""
+    """Write a GGUF with these keys (`__` for dots) and no language model."""
     writer = gguf.GGUFWriter(str(path), arch or "none")
     if not arch:
         writer.kv_data[0].pop("general.architecture")
@@ -200,7 +202,7 @@ HEADERS = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with one model, and every kind of companion under a name that says nothing."""
+    """A folder with one model, and every kind of companion under a neutral name."""
     place = tmp_path / "models"
     place.mkdir()
     tiny_gguf.write_llama(place / "Good-1B-Q4_K_M.gguf")
@@ -240,7 +242,7 @@ def test_projectors_in_a_folder_of_several_models_go_to_their_own(tmp_path: Path
         tiny_gguf.write_llama(tmp_path / f"{name}.gguf")
     companion(tmp_path / "beta-26B-it.mmproj-f16.gguf", "clip")
     companion(tmp_path / "p.gguf", "clip", general__base_model__0__name="Gamma 2B")
-    companion(tmp_path / "mmproj-F16.gguf", "clip")  # nobody's, where there are several
+    companion(tmp_path / "mmproj-F16.gguf", "clip")  # with several models, it belongs to none
     _rename(tmp_path / "Gamma-2B-Q8_0.gguf", "Gamma 2B")
     found = {m.name: m.mmproj.name if m.mmproj else "" for m in store.adopt(tmp_path)}
     assert found == {
@@ -274,8 +276,7 @@ def test_what_git_leaves_where_lfs_did_not_run_is_no_model(tmp_path: Path) -> No
 
 
 def _rename(path: Path, name: str) -> None:
-    """Give the tiny model's header another name of the same length in bytes as its own padding
-    allows."""
+    """Write the tiny model's header again with another name."""
     companion(path, "llama", general__name=name, llama__block_count=2)
 
 
@@ -345,7 +346,7 @@ def test_a_model_deep_in_folders_is_found_beside_a_large_tree(tmp_path: Path) ->
 
 
 def test_an_unknown_video_models_file_is_not_the_chat_model(tmp_path: Path) -> None:
-    """Diffusion programs name the architecture, but none of its dimensions."""
+    """Diffusion programs write the architecture, but none of its dimensions."""
     tiny_gguf.write_llama(tmp_path / "small-Q8_0.gguf")
     writer = gguf.GGUFWriter(tmp_path / "video-Q8_0.gguf", "ltx9")
     writer.add_tensor("blocks.0.weight", np.zeros((64, 64), np.float32))

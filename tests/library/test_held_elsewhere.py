@@ -1,4 +1,4 @@
-"""What another application already holds is used, and never fetched a second time."""
+"""Files that another application already has are used, and never downloaded again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("nothing_packaged")
 
 
 def ollama_store(folder: Path, gguf: Path) -> Path:
-    """A store as Ollama writes it: manifests/HOST/NAMESPACE/MODEL/TAG and blobs/sha256-HEX."""
+    """Write a store like Ollama's: manifests/HOST/NAMESPACE/MODEL/TAG and blobs/sha256-HEX."""
     blobs = folder / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
 

@@ -1,5 +1,4 @@
-"""What a hub, or whoever stands between us and it, answers: each refusal is named by its cause, and
-its way out."""
+"""Errors of a hub, or of a proxy in between: each message names the cause and a solution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused before weights are downloaded, and the reasons in the hub's words or ours."""
+"""Refusals before weights are downloaded, with the hub's reasons or ours."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def test_a_certificate_file_that_can_not_be_used_is_named(
     assert str(place) in str(caught.value)
 
 
-# --- the store that repositories share ------------------------------------------------------------
+# --- the store shared by repositories -------------------------------------------------------------
 
 
 @pytest.fixture
 def shared(cache: Path, tiny_model: Path) -> Path:
-    """A model whose blob huggingface-hub put into the store that all repositories share."""
+    """Return a model whose blob huggingface-hub moved to the store that all repositories share."""
     from huggingface_hub.utils import _shared_blobs
 
     blob = cache / "models--maker--Tiny-GGUF" / "blobs" / ("d" * 64)

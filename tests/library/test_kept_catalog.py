@@ -1,5 +1,7 @@
-"""The kept parse of the shipped tables: the same models with it as without, and never a stale or
-broken one."""
+"""The cached parse of the shipped tables.
+
+The models are the same with and without it, and a stale or damaged cache is never used.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from localllm_catalog.errors import BadCatalogError
 
 @pytest.fixture
 def parses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], int]:
-    """How often the shipped tables, a copy of them in `tmp_path`, were parsed."""
+    """Return a counter of how often the shipped tables (a copy in `tmp_path`) were parsed."""
     monkeypatch.setattr(paths, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setattr(paths, "config_dir", lambda: tmp_path / "config")
     (tmp_path / "config" / "models").mkdir(parents=True)

@@ -1,5 +1,7 @@
-"""What is kept of a GGUF header: where its vocabulary ends. The header is the same with it as
-without, and an old or damaged one is never used."""
+"""The cached position in a GGUF header where the vocabulary ends.
+
+The header is the same with and without it, and an old or damaged cache is never used.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`localllm pull` and `localllm models` as a person or a script meets them: data on stdout, the
-rest on stderr."""
+"""`localllm pull` and `localllm models` for users and scripts: data on stdout, the rest on
+stderr."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ app.add_typer(models.app)
 
 
 def run(*arguments: str, answer: str = "") -> Result:
-    """Run a command; an error of ours is raised, as the root command would catch it."""
+    """Run a command. Raise an error of ours, which the root command would catch."""
     result = CliRunner().invoke(app, list(arguments), input=answer)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -55,7 +55,7 @@ def run_json(*arguments: str) -> Any:
 
 @pytest.fixture
 def published(hub: Hub, tiny_model: Path) -> Hub:
-    """A hub with one repository of two variants."""
+    """Return a hub with one repository of two variants."""
     hub.add(
         REPO,
         {
@@ -101,7 +101,7 @@ class Terminal(io.StringIO):
 
 
 def lines_of(moments: list[tuple[float, DownloadProgress]], *, tty: bool) -> str:
-    """What a ProgressLine writes of progress told at those seconds."""
+    """Return the output of a ProgressLine for progress at these times."""
     written = Terminal() if tty else io.StringIO()
     now = [0.0]
     line = pull.ProgressLine(written, clock=lambda: now[0])
@@ -233,7 +233,7 @@ def test_verify_finds_a_flipped_bit_and_says_so_with_its_exit_code(published: Hu
     assert row["result"] == "bad"
     assert row["fix"]
     assert row["fix"] in result.stdout
-    # The remedy is to pull again: the bad blob is noticed and replaced.
+    # The solution is to pull again: the damaged blob is detected and replaced.
     path.unlink()
     run("pull", REPO)
     assert run("models", "verify").exit_code == 0

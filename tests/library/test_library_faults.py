@@ -1,5 +1,7 @@
-"""Each fault by itself: one that passes is survived, one that lasts ends in a clear error and in no
-wrong file."""
+"""Each fault alone: a temporary one is survived, and a permanent one causes a clear error.
+
+No fault leaves a file with wrong content.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ HURRIED = Patience(
     least_bytes_s=5_000,
     sleep=lambda seconds: None,
 )
-# Faults of which each try still brings some more of the file, or which need a Range to bite:
-# patience wins.
+# With these faults, each try still receives more of the file, or only requests with a Range are
+# affected. Retries succeed.
 _OVERCOME = {
     "truncated",
     "short length",

@@ -1,4 +1,4 @@
-"""A hub may answer anything: an error sentence, within a bounded memory."""
+"""Any malformed answer of a hub causes a one-sentence error, within a memory limit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Speeds that others measured: read by `catalog update` from a file of rows, used in plans of the
-same machine and file."""
+"""Speeds measured by others.
+
+`catalog update` reads them from a file of rows, and plans for the same machine and file use
+them.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def file_of_model() -> tuple[Model, Variant]:
 
 
 def row(source: str, tok_s: float, **changed: Any) -> dict[str, Any]:
-    """What `bench --share` prints for it, with its source."""
+    """Return the row that `bench --share` prints for the model, with its source."""
     _, variant = file_of_model()
     device = resolve(MACHINE)
     made = {

@@ -1,5 +1,4 @@
-"""A disk without symbolic links (Windows, exFAT): the cache works there too, as huggingface-hub's
-does."""
+"""On a disk without symbolic links (Windows, exFAT) the cache works like huggingface-hub's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Ollama's newer layout: manifests-v2/, one tag for several runners, manifests that lie among the
-blobs.
+"""Ollama's newer layout: manifests-v2/, one tag for several runners, and manifests among the blobs.
 
-https://github.com/ollama/ollama: manifest/paths.go, manifest/manifest.go (MediaTypeManifestList).
+https://github.com/ollama/ollama: manifest/paths.go, manifest/manifest.go
+(MediaTypeManifestList).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Model files that are cut short: not listed, named once, and removed like others."""
+"""Truncated model files are not listed, are named once, and can be removed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BROKEN_JSON = '{"left": '
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny_model: Path) -> Path:
-    """An adopted folder of a whole file, and of one that lacks the end of its weights."""
+    """Return an adopted folder with a complete file, and one that lacks the end of its weights."""
     made = tmp_path / "mine"
     made.mkdir()
     shutil.copy(tiny_model, made / "whole-F32.gguf")
@@ -149,7 +149,7 @@ N_WEIGHTS = 1000
 
 
 def safetensors() -> bytes:
-    """A safetensors file of two tensors."""
+    """Return a safetensors file of two tensors."""
     half = 4 * N_WEIGHTS // 2
     header = json.dumps(
         {
@@ -162,7 +162,7 @@ def safetensors() -> bytes:
 
 
 def write_folder(folder: Path, *shards: bytes) -> Path:
-    """An MLX folder with these weight files."""
+    """Write an MLX folder with these weight files."""
     folder.mkdir(parents=True)
     config = {"architectures": ["LlamaForCausalLM"], "quantization": {"bits": 4}}
     (folder / "config.json").write_text(json.dumps(config))

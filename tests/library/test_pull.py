@@ -1,4 +1,4 @@
-"""Pulling from a hub: what is fetched, what is refused, what survives an interruption."""
+"""Pulling from a hub: downloaded files, refusals, and interruptions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def test_the_usual_variant_is_fetched_verified_and_seen_by_huggingface_hub(
 
 
 def test_the_hub_gets_no_telemetry(hub: Hub) -> None:
-    """In a process of its own, because huggingface-hub reads its variables when it is imported."""
+    """The hub gets no telemetry.
+
+    The test uses a new process, because huggingface-hub reads its variables on import.
+    """
     hub.add(REPO, files("Q4_K_M"))
     elsewhere = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     subprocess.run(
@@ -143,7 +146,7 @@ def test_a_split_gguf_comes_whole_and_its_first_part_is_the_path(
     assert local.size_bytes == 900_000
     assert local.name == "Tiny-1B-Q4_K_M"
     with pytest.raises(DownloadError):
-        pull(f"{REPO}:Q8_0", patience=patience)  # a part is missing on the hub: not offered
+        pull(f"{REPO}:Q8_0", patience=patience)  # the hub lacks a part, so it is not offered
 
 
 def test_the_projector_comes_only_when_asked_for(hub: Hub, patience: Patience) -> None:

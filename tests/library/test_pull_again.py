@@ -1,4 +1,4 @@
-"""A pull that is interrupted, killed or refused is retried, and goes on where it stopped."""
+"""A pull that is interrupted, killed or refused is retried, and resumes where it stopped."""
 
 from __future__ import annotations
 

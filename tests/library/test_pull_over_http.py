@@ -1,4 +1,4 @@
-"""The library behind the server's door for clients: a hub, HTTP, the disk."""
+"""Pulling over the server's API, with a hub, HTTP and the disk."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def test_a_model_comes_and_goes(hub: Hub, cache: Path, http: httpx.Client) -> No
 def test_a_token_path_that_is_no_file_is_an_error_that_names_it(
     hub: Hub, http: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """To open a pipe would wait for its writer."""
+    """A token path that is not a file causes an error that names it.
+
+    Opening a pipe would wait for its writer.
+    """
     token = tmp_path / "token"
     if kind == "folder":
         token.mkdir()

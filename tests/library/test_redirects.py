@@ -1,5 +1,7 @@
-"""Where a hub's redirect is followed to, and where not: no other scheme, nothing inside our
-network, and no token."""
+"""Redirects of a hub are followed with limits.
+
+Other schemes and addresses in our network are refused, and the token is not sent.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from localllm.library.redirects import RedirectRule
 REPO = "tiny-org/Tiny-1B-GGUF"
 FILES = {"Tiny-1B-Q4_K_M.gguf": bytes(20_000)}
 
-# Addresses a hub on loopback has no business with, by the word the refusal names them with.
+# Addresses to which a hub on loopback may not redirect, with the word in the refusal.
 ELSEWHERE = [
     ("http://169.254.169.254", "link-local"),
     ("http://0xa9fea9fe", "link-local"),
@@ -40,7 +42,7 @@ ELSEWHERE = [
 
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The hosts that sockets of this process were connected to."""
+    """Record the hosts to which sockets of this process connect."""
     hosts: list[str] = []
     real = socket.socket.connect
 
@@ -54,7 +56,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Host names with the addresses they resolve to, besides the real ones."""
+    """Return a table of host names and their addresses, in addition to real ones."""
     known: dict[str, str] = {}
     real = socket.getaddrinfo
 
@@ -99,8 +101,10 @@ def test_the_list_of_files_is_never_asked_of_another_kind_of_network(
 def test_a_public_hub_leads_nobody_to_loopback(
     hub: Hub, patience: Patience, names: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hub is reached through a proxy, as a public one may be; what it points at listens on this
-    machine."""
+    """A public hub cannot redirect a client to loopback.
+
+    The hub is reached through a proxy. The redirect's target listens on this machine.
+    """
     hub.add(REPO, FILES)
     names["hub.example"], names["inside.example"] = "93.184.216.34", "127.0.0.1"
     with running(Hub()) as inside:

@@ -1,5 +1,4 @@
-"""MODEL references: what each form means, what is refused, and what the errors tell a person to
-do."""
+"""MODEL references: the meaning of each form, refusals, and the advice in errors."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from support.safetensors import safetensors
 
 
 def cached(repo: str, file: str, content: bytes = b"GGUF" * 2, commit: str = "b" * 40) -> Path:
-    """A file in the hub's cache, as huggingface-hub leaves it."""
+    """Write a file in the hub's cache like huggingface-hub."""
     import hashlib
 
     folder = app_folders.hub_cache() / ("models--" + repo.replace("/", "--"))
@@ -42,7 +41,7 @@ def no_starter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.library.starter.path", lambda: None)
 
 
-# --- nothing, and the starter ---------------------------------------------------------------------
+# --- no model, and the starter --------------------------------------------------------------------
 
 
 def test_nothing_named_and_nothing_installed_is_the_starter(smollm2: Path) -> None:
@@ -81,8 +80,7 @@ def test_nothing_named_takes_the_biggest_chat_model_that_leaves_half_the_memory(
 
 
 def with_template(folder: Path, padding: int) -> bytes:
-    """A GGUF header with a chat template and nothing else, `padding` bytes longer than it must
-    be."""
+    """Return a GGUF header with only a chat template, followed by `padding` zero bytes."""
     import gguf
 
     path = folder / f"template-{padding}.gguf"
@@ -284,7 +282,7 @@ def test_references_in_which_a_path_could_hide(ref: str) -> None:
 QUANTS = st.sampled_from(["Q4_K_M", "UD-Q4_K_XL", "IQ4_XS", "BF16", "Q8_0"])
 
 
-# A name that ends in "UD" and a quant make another quant's name: UD-Q4_K_M.
+# A name that ends in "UD" with a quant forms the name of another quant: UD-Q4_K_M.
 STEMS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9.-]{0,20}", fullmatch=True).filter(
     lambda s: not s.upper().endswith("UD")
 )
@@ -308,7 +306,7 @@ def test_resolving_loads_nothing_heavy_and_takes_milliseconds() -> None:
         "print((time.process_time() - t) * 1000);"
         "print([m for m in ('huggingface_hub', 'httpx', 'numpy', 'pydantic', 'llama_cpp') if m in "
         "sys.modules]);"
-        # Of the catalog its rules for names alone: not its models.
+        # Only the catalog's rules for names are imported, not its models.
         "print(sorted(m for m in sys.modules if m.startswith('localllm_catalog.')))"
     )
     out = subprocess.run(

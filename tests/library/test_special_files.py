@@ -1,4 +1,4 @@
-"""Files that are no models although their names end in .gguf, and files that are not regular."""
+"""Files named *.gguf that are not models, and files that are not regular."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def test_a_file_that_is_no_gguf_is_refused_by_its_path(junk: Path, name: str) ->
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
 @pytest.mark.parametrize("target", ["pipe", "device"])
 def test_a_pipe_or_a_device_is_never_opened(tmp_path: Path, target: str) -> None:
-    """Opening a pipe waits for a writer, and /dev/zero has no end."""
+    """A pipe or a device is never opened.
+
+    Opening a pipe waits for a writer, and /dev/zero has no end.
+    """
     folder = tmp_path / "models"
     folder.mkdir()
     for name in ("model.gguf", "config.json", "model.safetensors", "tokenizer_config.json"):
@@ -74,7 +77,7 @@ def test_a_pipe_or_a_device_is_never_opened(tmp_path: Path, target: str) -> None
 
 @pytest.fixture(params=["pipe", "device", "folder", "large"])
 def special(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A path that no reader of texts may read: an endless one, a folder, or 1 TiB of holes."""
+    """Return a path that no text reader may read: an endless file, a folder, or 1 TiB of holes."""
     path = tmp_path / "special"
     if request.param == "folder":
         path.mkdir()
@@ -98,7 +101,10 @@ def test_a_special_file_is_never_read(special: Path) -> None:
 def test_a_special_file_that_a_user_names_is_an_error_with_a_sentence(
     special: Path, tmp_path: Path
 ) -> None:
-    """Each is an option or a command of the chat that takes a file."""
+    """A special file that a user names causes a one-sentence error.
+
+    Each reader belongs to an option or a chat command that takes a file.
+    """
     refused = r"can't be read: .*(?:not a file|larger than|directory|denied)|at most"
     history = History(tmp_path / "conversations.db")
     for read in (
@@ -116,7 +122,10 @@ def test_a_special_file_that_a_user_names_is_an_error_with_a_sentence(
 def test_a_checkpoint_with_a_special_file_is_not_loaded(
     special: Path, tmp_path: Path, name: str
 ) -> None:
-    """Libraries open some files of a folder by themselves."""
+    """A checkpoint with a special file is not loaded.
+
+    Libraries would open some files of a folder by themselves.
+    """
     pytest.importorskip("mlx.core")
     folder = tiny_mlx.write_llama(tmp_path / "model")
     if special.is_dir():

@@ -1,5 +1,4 @@
-"""Keeping the disk: what is listed, what it takes, what a check finds, what may go and what may
-not."""
+"""Disk management: lists, sizes, checks, and files that may or may not be removed."""
 
 from __future__ import annotations
 
@@ -26,7 +25,8 @@ def git_sha1(content: bytes) -> str:
 
 
 def cached(repo: str, files: dict[str, bytes], commit: str = "b" * 40) -> dict[str, Path]:
-    """A repository in the hub's cache as huggingface-hub leaves it: blobs by hash, links, a ref."""
+    """Write a repository in the hub's cache like huggingface-hub: blobs by hash, links, and a
+    ref."""
     folder = hf_cache.repo_folder(app_folders.hub_cache(), repo)
     pointers = {}
     for name, content in files.items():
@@ -136,8 +136,11 @@ def test_a_blob_that_two_names_share_stays_while_one_is_left() -> None:
 
 
 def test_removal_never_leaves_the_cache(tmp_path: Path) -> None:
-    """A snapshot's link may lead anywhere (another tool's, an attacker's): the link goes, its
-    target stays."""
+    """Removal never leaves the cache.
+
+    A snapshot's link may lead anywhere (it may come from another tool or an attacker). The link
+    is removed, but its target stays.
+    """
     outside = tmp_path / "precious.gguf"
     outside.write_bytes(b"GGUF precious")
     pointer = cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": b"GGUF" * 2})["Tiny-Q8_0.gguf"]

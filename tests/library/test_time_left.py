@@ -1,4 +1,4 @@
-"""The time left of a download, on a clock of the test."""
+"""The remaining time of a download, with a clock that the test controls."""
 
 from __future__ import annotations
 

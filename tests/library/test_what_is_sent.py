@@ -1,4 +1,7 @@
-"""What commands send, and to whom: recorded by a proxy, and by a hook on every connection."""
+"""Network traffic of commands and its destinations.
+
+A proxy and a hook on every connection record it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "None")
 
 @dataclass
 class Proxy:
-    """An HTTP proxy that forwards to the loopback hub and records what it is asked for."""
+    """An HTTP proxy that forwards to the loopback hub and records its requests."""
 
     url: str = ""
     hub: str = ""
@@ -54,7 +57,7 @@ def recording_proxy(hub: str) -> Iterator[Proxy]:
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
-            """Print nothing."""
+            """Write no log."""
 
         def do_GET(self) -> None:
             self._forward()
@@ -91,7 +94,7 @@ def recording_proxy(hub: str) -> Iterator[Proxy]:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """The hook of connections, and no rule that forbids the network."""
+    """Return an environment with the hook of connections, and without the offline rule."""
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
     environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
@@ -105,7 +108,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def outside(environment: dict[str, str]) -> list[list[str]]:
-    """The connections to other machines, and the names that were looked up."""
+    """Return the connections to other machines, and the names that were looked up."""
     record = Path(environment["RECORD"])
     if not record.exists():
         return []
