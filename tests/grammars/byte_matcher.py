@@ -1,4 +1,4 @@
-"""A matcher over a vocabulary of bytes: whether a grammar allows a text, whatever the model."""
+"""A matcher over a vocabulary of bytes: it checks texts against a grammar without a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from localllm.grammars.reasons import reason_of
 
 
 def matcher_of(grammar: str) -> LLMatcher:
-    """A matcher of a compiled grammar. Raises UnsupportedError."""
+    """Return a matcher of a compiled grammar. Raises UnsupportedError."""
     matcher = LLMatcher(TOKENIZER, grammar, log_level=0)
     if matcher.is_error():
         raise UnsupportedError(reason_of(matcher.get_error()).sentence)
@@ -22,14 +22,14 @@ def matcher_of(grammar: str) -> LLMatcher:
 
 
 def of_schema(schema: Any) -> LLMatcher:
-    """A matcher of `schema` as the engine makes its grammar. Raises UnsupportedError."""
+    """Return a matcher of `schema` with the engine's grammar. Raises UnsupportedError."""
     return matcher_of(
         LLMatcher.grammar_from_lark(schemas_in(f"start: %json {json.dumps(schema)}\n"))
     )
 
 
 def allows(matcher: LLMatcher, text: str) -> bool:
-    """True where all of `text` is allowed, and may be the end."""
+    """Return whether `text` is allowed and may end there."""
     state = matcher.deep_copy()
     return (
         state.try_consume_tokens(list(text.encode())) == len(text.encode()) and state.is_accepting()

@@ -24,7 +24,7 @@ BASE = {"$defs": {"A": A}, "allOf": [{"$ref": "#/$defs/A"}, B]}
 ALIAS = {"properties": {"x": {"allOf": [{"$ref": "#/$defs/A"}], "title": "X"}}, "$defs": {"A": A}}
 
 CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
-    # schema, instances that it allows, instances that it does not
+    # schema, allowed instances, refused instances
     (A, [{"a": 1}], [{"a": 1, "b": 2}, {}]),
     (NESTED, [{"inner": {"a": 1}}, {"list": [{"b": "x"}]}], [{"inner": {"a": 1, "z": 1}}]),
     (NESTED, [{"list": []}], [{"list": [{"c": "x"}]}]),
@@ -38,7 +38,7 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({**A, "required": ["a", "z"]}, [{"a": 1, "z": [1]}], [{"a": 1}, {"a": 1, "z": 1, "y": 1}]),
     ({"type": "object", "properties": {}}, [{}], [{"a": 1}]),
     ({"patternProperties": {"^p": {}}, "type": "object"}, [{"p1": 1}], [{"q": 1}]),
-    # Opened by the schema itself, or without any named member.
+    # The schema itself allows other properties, or it names none.
     ({**A, "additionalProperties": True}, [{"a": 1, "b": 2}], []),
     ({**A, "additionalProperties": {}}, [{"a": 1, "b": 2}], []),
     ({**A, "additionalProperties": {"type": "integer"}}, [{"a": 1, "b": 2}], [{"a": 1, "b": ""}]),

@@ -1,5 +1,7 @@
-"""GBNF means here what it means to llama.cpp: random grammars and texts, letter by letter beside
-its own grammar sampler."""
+"""GBNF grammars have the same meaning as in llama.cpp.
+
+Random grammars and texts are compared, character by character, with llama.cpp's grammar sampler.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ LETTERS = 'ab&~-[]^\\"{}01 x'
 
 
 class Reference:
-    """llama.cpp's own grammar over the letters of a model's vocabulary."""
+    """llama.cpp's own grammar over the characters of a model's vocabulary."""
 
     def __init__(self, path: Path) -> None:
         params = llama_cpp.llama_model_default_params()
@@ -39,7 +41,7 @@ class Reference:
         llama_cpp.llama_model_free(self._model)
 
     def allows(self, grammar: str, text: str) -> bool | None:
-        """Whether `text` is allowed as a whole; None where the grammar is none."""
+        """Return whether `text` is allowed as a whole, or None if the grammar is invalid."""
         sampler = llama_cpp.llama_sampler_init_grammar(self.vocab, grammar.encode(), b"root")
         if not sampler:
             return None
@@ -142,7 +144,7 @@ def test_random_grammars_mean_the_same(reference: Reference) -> None:
             refused += 1
             continue
         if None in theirs.values():
-            continue  # left recursion, which is no mistake here
+            continue  # left recursion, which we allow
         for text, allowed in theirs.items():
             assert allows(ours, text) == allowed, (seed, grammar, text, allowed)
             right += bool(allowed)
@@ -169,7 +171,7 @@ ACCEPTED = {
 def test_what_is_written_in_other_ways(name: str) -> None:
     grammar, text = ACCEPTED[name]
     if text is None:
-        with pytest.raises(ValueError, match="line 3"):  # a rule ends with its line
+        with pytest.raises(ValueError, match="line 3"):  # a rule ends at the end of its line
             lark_of(grammar)
         return
     assert allows(matcher_of(LLMatcher.grammar_from_lark(lark_of(grammar))), text)

@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance takes them: what is allowed matches the schema as it was sent."""
+"""JSON schemas in llguidance: every allowed text matches the schema as sent."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def some_schema(rng: random.Random, depth: int) -> Any:
-    """A schema as authors nest them."""
+    """Return a random nested schema, as authors write them."""
     plain: list[Any] = [
         {"type": rng.choice(["string", "integer", "number", "boolean", "null", "array", "object"])},
         {"type": ["string", "null"]},
@@ -106,7 +106,11 @@ def some_values(rng: random.Random) -> list[Any]:
 
 
 def test_what_is_allowed_matches_the_schema() -> None:
-    """Of one that is refused some words are named, and the rest is a schema that is not."""
+    """Every allowed text matches the schema.
+
+    If a schema is refused, its unsupported keywords are named, and the schema without them is
+    accepted.
+    """
     convert_schema = refused = right = narrow = 0
     for seed in range(SEEDS):
         rng = random.Random(seed)
@@ -116,19 +120,19 @@ def test_what_is_allowed_matches_the_schema() -> None:
         except UnsupportedError:
             refused += 1
             rest, words = loosened(schema)
-            # Closed objects may have alternatives that no longer meet.
+            # Closing objects can make alternatives disjoint.
             assert words or closed(schema) != schema, schema
             of_schema(rest)
             continue
         convert_schema += 1
-        validator = jsonschema.Draft201909Validator(schema)  # which knows lists of items
+        validator = jsonschema.Draft201909Validator(schema)  # supports lists of items
         for value in some_values(rng):
             text = json.dumps(value)
             allowed, valid = allows(matcher, text), validator.is_valid(value)
             assert valid or not allowed, (seed, schema, text)
             right += valid and allowed
-            narrow += valid and not allowed  # members in an order of their own
-    assert 2 * convert_schema > refused, (convert_schema, refused)  # some of which nothing matches
+            narrow += valid and not allowed  # properties in another order
+    assert 2 * convert_schema > refused, (convert_schema, refused)  # some of these allow no value
     assert right > 20 * narrow, (right, narrow)
 
 
@@ -197,7 +201,10 @@ def test_references_lead_where_the_author_means(schema: dict[str, Any]) -> None:
 
 
 def test_alternatives_that_are_told_apart_by_a_tag_are_held_where_they_are_referred_to() -> None:
-    """As pydantic's unions write them, whose objects are open."""
+    """References to alternatives that differ in a tag are enforced.
+
+    pydantic writes unions in this form, with open objects.
+    """
 
     def tagged(tag: str) -> dict[str, Any]:
         return {"type": "object", "properties": {"k": {"const": tag}}, "required": ["k"]}
@@ -226,7 +233,10 @@ def test_what_is_no_schema_costs_the_others_nothing(nothing: Any) -> None:
 
 
 def test_a_set_is_a_list_and_the_word_is_named() -> None:
-    """pydantic writes `set[int]` so. A grammar can't compare items, and a program can."""
+    """A set is treated as a list, and the keyword is named.
+
+    pydantic writes `set[int]` in this form. A grammar cannot compare items, but a program can.
+    """
     numbers = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     whole = {"type": "object", "properties": {"a": numbers}, "required": ["a"]}
     matcher = of_schema(whole)

@@ -1,5 +1,7 @@
-"""A schema of which only a part can be enforced is made looser, within limits: too much work is
-refused, and enforces nothing less than was asked for."""
+"""A schema that can be enforced only in part is loosened, within limits.
+
+A schema that takes too much work is refused, and not loosened further.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from localllm.grammars.reasons import reason_of
 
 
 def optional(n: int) -> dict[str, object]:
-    """An object whose check takes time with the square of `n`."""
+    """Return an object schema whose check takes time quadratic in `n`."""
     return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(n)}}
 
 
@@ -31,7 +33,7 @@ def test_too_much_work_is_refused_and_not_left_out() -> None:
     for n in (16_384, 8192):
         with pytest.raises(UnsupportedError, match="can't be checked: it takes more than 1 s"):
             enforceable(("loose_schema", json.dumps(optional(n))))
-    # The next one is checked as ever.
+    # The next schema is checked as usual.
     assert loosened(optional(300))[1] == ()
 
 
@@ -62,6 +64,7 @@ def test_one_large_schema_is_checked_at_a_time(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_reason_takes_no_longer_for_a_long_message() -> None:
-    """llguidance's message contains the answer so far. This one took minutes."""
+    """llguidance's message contains the answer so far. A message of this length once took
+    minutes."""
     assert reason_of("k" * 2**20).words == ()
     assert reason_of("x for '$ref' " + "k" * 2**20).words == ("$ref",)
