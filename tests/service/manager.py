@@ -1,4 +1,4 @@
-"""A system whose service manager answers from a table, and remembers what it was asked."""
+"""A simulated service manager that answers from a table and records the commands."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from subprocess import CompletedProcess
 
 
 def answered(code: int, out: str, err: str = "") -> CompletedProcess[str]:
-    """What a program answers: its exit code and what it wrote."""
+    """Return a program's result: its exit code and its output."""
     return CompletedProcess((), code, out, err)
 
 
 @dataclass
 class Recorded:
-    """`answers`: by the words that a command begins with; the longest that fits is taken, else
-    success without words."""
+    """A runner of commands that answers from `answers`.
+
+    Its keys are beginnings of commands. The longest matching key is used. Without a match, the
+    command succeeds without output.
+    """
 
     answers: Mapping[str, CompletedProcess[str]]
     asked: list[str] = field(default_factory=list)

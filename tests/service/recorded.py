@@ -1,6 +1,8 @@
-"""What service managers answered: systemd's words recorded from systemd 252 with the service
-installed; launchctl's as published by people who run it; PowerShell's in the form that our own
-script prints."""
+"""Recorded output of service managers.
+
+systemd's output is from systemd 252 with the service installed. launchctl's was published by its
+users. PowerShell's has the form that our own script prints.
+"""
 
 SYSTEMD_RUNNING = """\
 MainPID=3487

@@ -1,5 +1,7 @@
-"""launchd's agent and Windows' task hold the command, and what those managers say is read:
-simulated, never run there."""
+"""launchd's agent and Windows' task contain the command, and those managers' output is parsed.
+
+Both managers are simulated.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from localllm.service.windows import WindowsTasks, task
 from service import recorded
 from service.manager import Recorded, answered
 
-# XML has no place for the others.
+# XML cannot contain the other characters.
 xml_text = st.text(
     st.characters(min_codepoint=32, codec="utf-8", exclude_characters="\x7f\ufffe\uffff")
 )

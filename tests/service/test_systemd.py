@@ -1,5 +1,4 @@
-"""systemd's units hold the command whatever its names, and what systemd says of the service is read
-as it was meant."""
+"""systemd's units contain the command with any names, and systemd's output is parsed correctly."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ SERVE = Service(
 
 
 def words_of(unit: str) -> list[str]:
-    """ExecStart as systemd.service(5) takes it apart."""
+    """Split ExecStart as in systemd.service(5)."""
     line = next(x for x in unit.splitlines() if x.startswith("ExecStart=")).removeprefix(
         "ExecStart="
     )
@@ -81,7 +80,10 @@ def test_limits_and_variables_are_said() -> None:
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd here")
 def test_systemd_has_nothing_to_say_against_the_units(tmp_path: Path) -> None:
-    """Its own checker reads both; what it says of other units of this system is not about ours."""
+    """systemd's own checker finds no fault in either unit.
+
+    Its messages about other units of this system are ignored.
+    """
     binary = Service(
         ("/bin/sh", "-c", 'echo "$HOME"'), settle=("/bin/true",), addresses=SERVE.addresses
     )
@@ -108,7 +110,7 @@ def test_installing_starts_both_units_and_removing_leaves_nothing(tmp_path: Path
         "systemctl --user restart localllm.service",
     ]
     assert manager.install(SERVE) == []
-    manager.stop()  # the socket too, as a connection to it would start the server again
+    manager.stop()  # and the socket, because a connection to it would start the server again
     assert call.asked[-1] == "systemctl --user stop localllm.service localllm.socket"
     assert [path.name for path in manager.uninstall()] == ["localllm.socket", "localllm.service"]
     assert "systemctl --user disable --now localllm.socket localllm.service" in call.asked
