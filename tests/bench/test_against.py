@@ -1,5 +1,7 @@
-"""`localllm bench --against`: the same load in turn, tokens counted here, and nobody's word taken
-for it."""
+"""`localllm bench --against`: the same load for each server in turn.
+
+Tokens are counted here, and no server's own figures are trusted.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,11 @@ from support.http_server import running_server
 
 @dataclass
 class Said:
-    """What a scripted server says to every chat: pieces of text, and its own count; `refuses` these
-    fields. `answer`: what it says to a request, where that is not the same every time."""
+    """The replies of a scripted server to every chat: pieces of text, and its own count.
+
+    Requests with the field `refuses` are refused. `answer` returns the reply to a request, if
+    replies differ.
+    """
 
     pieces: list[str] = field(default_factory=lambda: ["word "] * 12)
     answer: Callable[[dict[str, Any]], Iterable[str]] | None = None
@@ -46,7 +51,7 @@ class Said:
 
 @contextmanager
 def scripted(said: Said) -> Iterator[str]:
-    """A server of OpenAI's API that says `said`; yields its address."""
+    """Run a server with OpenAI's API that replies as in `said`. Yields its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args: Any) -> None:
@@ -175,7 +180,7 @@ def test_a_server_that_counts_more_than_it_said_is_not_believed() -> None:
     with scripted(Said(usage={"completion_tokens": 1000})) as url:
         target = against.target_of(url)
         found = against.run([target], ["single"], 1)
-    # Twelve words of five bytes can't be a thousand tokens: they can be sixty at most.
+    # Twelve words of five bytes are at most 60 tokens, not 1000.
     assert found.counter.differing == {target.name: (1000, 60)}
     assert "it reported 1000 tokens, but at most 60 " in "\n".join(found.lines())
 
@@ -335,7 +340,10 @@ def test_every_scenario_has_a_meaning_and_a_body() -> None:
 
 
 def test_servers_of_one_machine_are_told_apart_within_80_columns() -> None:
-    """Cut after twelve letters, both were 127.0.0.1:86."""
+    """Servers of one machine have different labels within 80 columns.
+
+    Cut after twelve characters, both would be 127.0.0.1:86.
+    """
     table = RoundComparison(
         "decode, one stream",
         "tok/s",
