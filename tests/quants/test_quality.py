@@ -1,4 +1,5 @@
-"""`localllm quality`: its figures are those of a plain computation, and planted faults are named."""
+"""`localllm quality`: the figures equal those of a direct computation, and planted faults are
+named."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ TEXT = " ".join(f"word {n} of a short text" for n in range(40))
 
 
 def run(*arguments: object) -> Result:
-    """Run the command; an error of ours is raised, as the root command would catch it."""
+    """Run a command. Raise an error of ours, which the root command would catch."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -62,8 +63,10 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights in F32, with the keys that real files have. Its norms differ from
-    layer to layer."""
+    """Write a model of random weights in F32, with the keys of real files.
+
+    Its norms differ from layer to layer.
+    """
     folder = tmp_path_factory.mktemp("exact")
     plain = write_llama(folder / "plain.gguf", layers=3, e=256, template="{{ messages }}")
     keys = {"llama.rope.freq_base": 10_000.0, "tokenizer.ggml.add_bos_token": True}
@@ -88,7 +91,7 @@ def quant(exact: Path) -> Path:
 
 
 def log_rows(path: Path, blocks: list[list[int]]) -> list[np.ndarray]:
-    """Log probabilities after each token of each block, one token a step."""
+    """Return log-probabilities after each token of each block, computed with one token per step."""
     backend = backend_type.load(LoadSpec(str(path), n_ctx=BLOCK, n_seq_max=1, n_batch=64))
     found = []
     for block in blocks:
@@ -215,7 +218,7 @@ def test_ctrl_c_ends_with_the_figures_so_far(exact: Path) -> None:
 
 
 def test_the_shipped_text_has_enough_blocks() -> None:
-    # English has about four characters a token.
+    # English has about four characters per token.
     assert len(measuring.sample_text()) > 20 * 4 * measuring.BLOCK_TOKENS
 
 
@@ -278,7 +281,10 @@ def test_a_missing_bos_token_is_named(exact: Path, quant: Path, text: Path, tmp_
 def test_another_vocabulary_is_not_compared(
     exact: Path, quant: Path, text: Path, tmp_path: Path
 ) -> None:
-    """Its model reads other tokens, so the probabilities are of different texts."""
+    """Another vocabulary is not compared.
+
+    Its model reads other tokens, so the probabilities would be of different texts.
+    """
     tokens = GGUFReader(quant).fields["tokenizer.ggml.tokens"].contents()
     tokens[300] = "w"
     faulty = write_altered(
@@ -299,7 +305,10 @@ def test_another_vocabulary_is_not_compared(
 def test_the_faults_of_a_file_that_no_engine_runs_are_named(
     exact: Path, quant: Path, text: Path, tmp_path: Path
 ) -> None:
-    """Without its last byte tokens, llama.cpp aborts."""
+    """The faults of a file that no engine can run are named.
+
+    Without the last byte tokens of its vocabulary, llama.cpp aborts.
+    """
     faulty = write_altered(quant, tmp_path / "Tiny-Q4_0.gguf", n_tokens=100)
     body = measured(faulty, "--against", exact, "--text", text, code=4)
     assert kinds(body) == ["vocabulary", "engine"]
@@ -319,8 +328,8 @@ def test_a_healthy_quant_has_no_fault(exact: Path, quant: Path) -> None:
     assert file_faults(resolve(str(exact)), None) == []
 
 
-# Mean KL divergence in nats of quants of SmolLM2-135M against F16: 2 blocks of the shipped text.
-# They were made by `localllm quantize` from F32, and the Q4_K_M with a fault from the Q2_K.
+# Mean KL divergence in nats of quants of SmolLM2-135M against F16, for 2 blocks of the shipped
+# text. `localllm quantize` made them from F32, and the faulty Q4_K_M from the Q2_K.
 _SMOLLM2_PARAMS = 134_515_008
 _HEALTHY = {
     "Q8_0": 0.0046, "Q6_K": 0.0091, "Q5_K_M": 0.0754, "Q5_0": 0.0775, "Q4_K_M": 0.0558,

@@ -1,4 +1,4 @@
-"""`localllm quantize`: the tensors of its quants, their sources, and what is left after failures."""
+"""`localllm quantize`: the tensors of its quants, their sources, and files left after failures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ app.add_typer(models.app, name="models")
 
 
 def run(*arguments: object) -> Result:
-    """Run a command; an error of ours is raised, as the root command would catch it."""
+    """Run a command. Raise an error of ours, which the root command would catch."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -72,7 +72,7 @@ def leftovers() -> list[Path]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A tiny model in F32 with rows of 256, so that every format fits."""
+    """Write a tiny model in F32 with rows of 256, which every format supports."""
     return write_llama(tmp_path / "model" / "Tiny-F32.gguf", e=256)
 
 
@@ -86,7 +86,10 @@ def folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_1"])
 def test_tensors_are_those_of_ggufs_own_quantiser(source: Path, quant: str) -> None:
-    """Its NumPy code is a second implementation of these formats."""
+    """The tensors equal those of gguf's own quantiser.
+
+    Its NumPy code is a second implementation of these formats.
+    """
     plain = {t.name: t.data for t in GGUFReader(source).tensors}
     result = tensors(made(source, quant)["path"])
     kind = GGMLQuantizationType[quant]
@@ -132,7 +135,7 @@ def test_the_matrix_and_the_tensors_that_stay_larger_are_printed(source: Path) -
 
 
 def importance(source: Path) -> dict[str, np.ndarray]:
-    """Mean squares of the inputs of each matrix: the later columns matter far more."""
+    """Return mean squares of the inputs of each matrix: the later columns matter far more."""
     found = {}
     for tensor in GGUFReader(source).tensors:
         if len(tensor.shape) > 1 and not tensor.name.startswith("token_embd"):
@@ -313,7 +316,7 @@ def test_too_little_memory_is_refused(source: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(scope="module")
 def slow_source(few_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose quant takes seconds."""
+    """Return a model whose quantisation takes seconds."""
     return write_dequantised(few_layers, tmp_path_factory.mktemp("slow") / "Slow-F32.gguf")
 
 
