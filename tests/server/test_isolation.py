@@ -359,8 +359,8 @@ class Counting(ScriptedEngine):
 
 
 def test_how_long_a_message_is_counted_tells_nothing_of_anothers() -> None:
-    """Tokens are counted again for each key, even if the server has already counted them for
-    another."""
+    """Tokens are counted again for each key, even if another key's request has counted them
+    before."""
     engine = Counting()
     turns = [{"role": r, "content": f"{r} said this " * 3} for r in ("user", "assistant")] * 3
     body = {"messages": [*turns, {"role": "user", "content": "now"}], "truncation": "auto"}

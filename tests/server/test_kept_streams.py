@@ -204,7 +204,7 @@ def test_streams_are_their_keys_own_and_as_many_run_on_as_it_may_have_requests()
         # The same Idempotency-Key of another API key starts a stream of its own.
         first(http, RESPONSES, 1, **bert)
         assert len(half.engine.requests) == 2
-        # A second running stream of a key replaces its first one.
+        # The key may have one request, so its second stream without a reader replaces the first.
         until(lambda: half.engine.running == 2)
         other = {"Idempotency-Key": "two", **anna}
         first(http, RESPONSES, 1, **other)

@@ -193,7 +193,7 @@ def test_for_ever_ends_when_memory_is_short_unless_the_owner_says_never() -> Non
             assert not pinned.closed.is_set()
             short.set()
             await pinned.closed.wait()
-            # By now it would have been closed as well.
+            # By now the owned model would have been unloaded too.
             await workers[1].engine()
             await brief.closed.wait()
             assert not owned.closed.is_set()

@@ -326,7 +326,10 @@ def test_a_stored_response_is_found_wherever_it_lies() -> None:
 def conversations(
     ask: Callable[[list[dict[str, Any]]], dict[str, Any]], n: int, turns: int
 ) -> float:
-    """Return the cached tokens in `n` conversations of `turns` turns, sent in a random order."""
+    """Return the cached tokens in `n` conversations of `turns` turns.
+
+    Each turn visits the conversations in a random order.
+    """
     order = random.Random(7)
     talks = [
         [SYSTEM, user(f"Tell me about number {i}, please. " + "It matters. " * (i % 5))]

@@ -171,8 +171,8 @@ def test_the_engine_tells_the_log_probability_of_any_token_by_name(few_layers: P
 def test_a_temperature_is_fitted_kept_and_can_be_overruled(http: httpx.Client) -> None:
     before = decide(http)
     assert before["temperature"] == 1
-    # Half of the example answers are labelled wrong, so the most likely calibration is no
-    # knowledge.
+    # Half of the example answers are labelled wrong, so the fitted temperature flattens the
+    # probabilities.
     examples = [
         {"state": f"Letter {i}.",
         "questions": {"a": {"type": "noul", "instructions": "Is it true?"}},
