@@ -1,5 +1,8 @@
-"""Real clients against the real server: `clients loops`, `scenes`, `table` (writes
-docs/clients.md), and `replay` of what one sent."""
+"""Real clients with the real server: `clients loops`, `scenes`, `table`, and `replay`.
+
+`table` writes docs/clients.md. `replay` sends the recorded requests of a client again.
+
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ _PARTS = ("loops", "scenes", "table", "replay")
 
 
 def main() -> None:
-    """Run the named part with the rest of the arguments."""
+    """Run the named part with the remaining arguments."""
     if len(sys.argv) < 2 or sys.argv[1] not in _PARTS:
         raise SystemExit(f"which part? {', '.join(_PARTS)} (each has --help)")
     importlib.import_module(f"benchmarks.clients.{sys.argv.pop(1)}").main()

@@ -1,5 +1,5 @@
-"""What a client needs to be run here: where it comes from, how it is pointed at the server, how it
-is started, and how its end is judged."""
+"""The description of a client: its package, its configuration for the server, its command, and the
+check of its result."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from localllm.cli.editors.recipes import RECIPES, ClientRecipe, ClientTarget
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one run happens: the program's own folder, a home of its own, the folder it works in,
-    and the server."""
+    """The folders of one run (program, home and work) and the server."""
 
     program: Path
     home: Path
@@ -33,14 +32,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """One client. `package` and `version` as its registry knows them; `recipe` is its name for
-    `localllm connect`, whose output configures it here; `command` starts it without a terminal;
-    `prepare` does what connect asks a person to do.
+    """One client. `package` and `version` are its names in the registry. `recipe` is its name for
+    `localllm connect`, whose output configures it here. `command` starts it without a terminal.
+    `prepare` returns the commands that connect tells the user to run.
 
-    `worker` is another brain than usual, `offers_tools` False for a client that reads files itself
-    and takes the edit from the text of the answer, `edits` False for a client that leaves files alone, `says`
-    what its output must hold. `mcp` offers the client an MCP server, started by a command, and
-    returns what is added to its own command.
+    `worker` replaces the usual script of the model. `offers_tools` is False for a client that reads
+    files itself and takes the edit from the answer's text, and `edits` is False for a client that
+    changes no files. `says` is text that its output must contain. `mcp` configures an MCP server
+    that is started by a command, and returns additional arguments for the client's command.
     """
 
     name: str
@@ -57,7 +56,7 @@ class Agent:
     edits: bool = True
     says: str = DONE
     limit_s: float = 90.0
-    # Until its first request in a scene.
+    # Limit until its first request in a scene.
     start_s: float = 60.0
     mcp: Callable[[Place, Sequence[str]], Sequence[str]] | None = None
     python: str = "python3"
@@ -65,7 +64,7 @@ class Agent:
 
 
 def installed(agent: Agent, cache: Path) -> Path:
-    """The folder of the installed program; installs it first where it is not there."""
+    """Return the folder of the installed program, after installing it if necessary."""
     name = f"{agent.package}-{agent.version}".replace("@", "").replace("/", "-")
     where = cache / agent.registry / name
     ready = where / ".installed"
@@ -96,7 +95,7 @@ def installed(agent: Agent, cache: Path) -> Path:
 
 
 def connected(agent: Agent, place: Place) -> dict[str, str]:
-    """Configure the client as `localllm connect` does; returns the environment it says to set."""
+    """Configure the client as `localllm connect` does. Return the environment variables to set."""
     if not agent.recipe:
         return {}
     recipe: ClientRecipe = RECIPES[agent.recipe](place.target, place.home)
@@ -107,7 +106,7 @@ def connected(agent: Agent, place: Place) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Ended:
-    """How a run of the program ended."""
+    """The end of a program's run."""
 
     code: int | None
     output: str
@@ -117,8 +116,8 @@ class Ended:
 def start(
     agent: Agent, place: Place, mcp_server: Sequence[str] = ()
 ) -> tuple[subprocess.Popen[bytes], Path]:
-    """The program, running, with an MCP server where one is given; and the file its output goes
-    to."""
+    """Start the program, with an MCP server if one is given. Return its process and its output
+    file."""
     (place.folder / "notes.txt").write_text(TEXT)
     subprocess.run(["git", "init", "-q"], cwd=place.folder, check=True)
     bins = [place.program / "node_modules/.bin", place.program / "bin"]
@@ -148,14 +147,14 @@ def start(
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # a shell's background job hands on that Ctrl-C is ignored
+            # Background jobs of a shell ignore Ctrl-C, and their children inherit this.
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
     return process, output
 
 
 def wait(process: subprocess.Popen[bytes], output: Path, limit_s: float) -> Ended:
-    """The program's end, or its killing at the limit, with everything it started."""
+    """Wait for the program's end, or kill it with all its children at the limit."""
     started = time.monotonic()
     try:
         code: int | None = process.wait(limit_s)
@@ -175,8 +174,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def end_left(home: Path) -> None:
-    """End what a client left running behind its back: daemons have its home in their
-    environment."""
+    """End daemons that a client left running. They have its home in their environment."""
     for process in psutil.process_iter():
         try:
             if process.environ().get("HOME") == str(home):
@@ -186,7 +184,7 @@ def end_left(home: Path) -> None:
 
 
 def judge(agent: Agent, place: Place, worker: Worker, ended: Ended) -> str:
-    """Where a loop stopped; "" = complete."""
+    """Return the point where a loop stopped, or "" if it is complete."""
     text = (place.folder / "notes.txt").read_text()
     if "answer" not in worker.steps:
         did = ", ".join(s for s in worker.steps if s != "side") or "nothing"

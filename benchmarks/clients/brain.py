@@ -1,7 +1,7 @@
-"""What a model does that knows its work: read a file, edit it, run a command, answer.
+"""The script of a model that works without mistakes: read a file, edit it, run a command, answer.
 
-It goes by what the prompt holds, never by a count of its own: the file's word can only have come
-from a tool's result, and what the command printed shows whether the edit was made.
+It decides by the prompt's contents, never by a counter. The file's word can only come from a tool's
+result, and the command's output shows whether the edit was made.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ SHELL = (
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A tool as a client offered it."""
+    """A tool that a client offered."""
 
     name: str
     schema: Mapping[str, Any]
 
 
 def offered(body: Mapping[str, Any]) -> list[Offered]:
-    """The functions in a request's body, whatever its dialect."""
+    """Return the functions in a request's body, for any API."""
     found: list[Offered] = []
     for tool in body.get("tools") or ():
         if tool.get("type") == "namespace":
@@ -72,9 +72,9 @@ def offered(body: Mapping[str, Any]) -> list[Offered]:
 
 
 class Worker:
-    """The brain of one run. `steps` names what it did; `extra` are calls to make before the answer,
-    as (a pattern of the tool's name, arguments, a word that only the tool's result has).
-    `first_prompt` is the first prompt that is about the task, not about a title or a summary."""
+    """The script of one run. `steps` names its actions. `extra` lists calls before the answer, as
+    (pattern of the tool's name, arguments, word that only the tool's result contains).
+    `first_prompt` is the first prompt about the task, not about a title or a summary."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Worker:
         self.first_prompt = ""
 
     def __call__(self, prompt: str) -> list[str]:
-        """The reply, and the parts of it that may be asked for alone."""
+        """Return the reply, and the parts of it that may be requested alone."""
         tools = [t for t in offered(ASKED.get()) if t.name in prompt]
         if tools:
             self.first_prompt = self.first_prompt or prompt
@@ -106,7 +106,8 @@ class Worker:
         return [self.notation.write(THOUGHT, "", calls), *map(json.dumps, parts)]
 
     def answer(self, prompt: str, tools: Sequence[Offered]) -> str:
-        """The last words; a side request without tools (a title, a summary) gets a few others."""
+        """Return the final text, or a short text for a request without tools (a title, a
+        summary)."""
         if not tools:
             self.steps.append("side")
             return "A bird in a file"
@@ -114,7 +115,7 @@ class Worker:
         return DONE
 
     def calls(self, prompt: str, tools: Sequence[Offered]) -> list[tuple[str, dict[str, Any]]]:
-        """The next call; [] = answer."""
+        """Return the next call, or [] for an answer."""
         shell = named(tools, SHELL)
         if not tools or len([s for s in self.steps if s != "side"]) >= _MOST_STEPS:
             return []
@@ -145,14 +146,14 @@ class Worker:
 
 
 def named(tools: Sequence[Offered], names: Sequence[str]) -> Offered | None:
-    """The first of `names` that is among the tools."""
+    """Return the first tool in the order of `names`."""
     by_name = {t.name.lower(): t for t in tools}
     return next((by_name[n] for n in names if n in by_name), None)
 
 
 def fill(schema: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments for a tool of this schema, in the schema's order: what is known by the parameter's
-    name, and something valid for whatever else is required."""
+    """Return arguments for a tool of this schema, in the schema's order: known values by the
+    parameter's name, and valid values for other required parameters."""
     required = set(schema.get("required") or ())
     out: dict[str, Any] = {}
     for name, described in (schema.get("properties") or {}).items():

@@ -1,13 +1,13 @@
-"""Real clients against the real server: which of them finish a loop (read, edit, run, answer),
-template by template.
+"""Real clients with the real server: which of them complete a loop, for each template.
 
     make bench ARGS="clients loops --only codex,claude --templates Qwen3.5"
     make bench ARGS="clients loops --results loops.json"
 
-The model behind the server is scripted: it writes the notation its template's publisher gives,
-under the server's own grammars (model.py). Clients are installed at pinned versions into --cache,
-run one at a time, and configured by what `localllm connect` says. Templates come from the llama.cpp
-tree that LOCALLLM_LLAMA_CPP_SOURCE names.
+A loop is: read, edit, run, answer. The model of the server is scripted: it writes in the format
+that the template's publisher documents, under the server's own grammars (model.py). Clients are
+installed at pinned versions into --cache, run one at a time, and configured with the output of
+`localllm connect`. Templates come from the llama.cpp source tree in LOCALLLM_LLAMA_CPP_SOURCE.
+
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from support.http_server import Running, running_server
 
 @dataclass(slots=True)
 class Result:
-    """One client with one template. `stopped` is empty for a complete loop."""
+    """The result of one client with one template. `stopped` is empty for a complete loop."""
 
     agent: str
     version: str
@@ -53,7 +53,7 @@ class Result:
 
 
 def source_of(notation: Notation) -> str:
-    """The template's text."""
+    """Return the template's text."""
     root = os.environ.get("LOCALLLM_LLAMA_CPP_SOURCE")
     if not root:
         raise SystemExit(
@@ -64,8 +64,8 @@ def source_of(notation: Notation) -> str:
 
 @dataclass(slots=True)
 class Stage:
-    """Everything one run needs: where it happens, the model's brain, the model, and what was
-    exchanged. `restart` stops the server and starts it again on the same port."""
+    """The parts of one run: its folders, the script of the model, the model, and the exchanged
+    messages. `restart` stops the server and starts it again on the same port."""
 
     place: Place
     worker: Worker
@@ -78,7 +78,7 @@ class Stage:
 def stage(
     agent: Agent, notation: Notation, program: Path, n_ctx: int = 0, pause_s: float = 0.0
 ) -> Iterator[Stage]:
-    """A server with the scripted model, and folders of its own for the client."""
+    """Start a server with the scripted model, and create separate folders for the client."""
     with tempfile.TemporaryDirectory(prefix="client-", ignore_cleanup_errors=True) as folder:
         home, work = Path(folder) / "home", Path(folder) / "work"
         home.mkdir()
@@ -104,7 +104,7 @@ def stage(
 
 @contextmanager
 def _recorded(model: ScriptedModel, exchanges: list[Exchange], port: int) -> Iterator[Running]:
-    """A server of `model` that adds what it exchanges to `exchanges`."""
+    """Run a server of `model` that appends its exchanges to `exchanges`."""
     models = [ServedModel("local-model", model, info=model.info)]
     with running_server(models, port=port) as server:
         stack = server.app.build_middleware_stack()
@@ -113,7 +113,7 @@ def _recorded(model: ScriptedModel, exchanges: list[Exchange], port: int) -> Ite
 
 
 def run(agent: Agent, notation: Notation, program: Path, keep: Path | None = None) -> Result:
-    """One loop."""
+    """Run one loop."""
     with stage(agent, notation, program) as on:
         ended = wait(*start(agent, on.place), agent.limit_s)
         stopped = judge(agent, on.place, on.worker, ended)
@@ -133,7 +133,7 @@ def run(agent: Agent, notation: Notation, program: Path, keep: Path | None = Non
 
 
 def because(model: ScriptedModel, exchanges: list[Exchange]) -> str:
-    """The first thing that went wrong between client and server, as far as it shows there."""
+    """Return the first error between client and server, if one was recorded."""
     if model.refused:
         return f"; {model.refused[0]}"
     failed = [e for e in exchanges if e.status >= 400 and e.method == "POST"] or [
@@ -162,7 +162,7 @@ def _keep(where: Path, output: str, on: Stage) -> None:
 
 
 class Given:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     def __init__(self, parsed: argparse.Namespace) -> None:
         self.only: str = parsed.only
@@ -182,7 +182,7 @@ class Given:
         self._results: Path | None = parsed.results
 
     def programs(self) -> Iterator[tuple[Agent, Path]]:
-        """The agents with their installed programs, without those that can't be installed."""
+        """Yield the agents with their installed programs, without those that can't be installed."""
         for agent in self.agents:
             try:
                 program = installed(agent, self.cache)
@@ -192,7 +192,7 @@ class Given:
                 yield agent, program
 
     def add(self, name: str, result: dict[str, Any]) -> None:
-        """Keep a result in the file of results, in place of an earlier one."""
+        """Store a result in the file of results, in place of an earlier one."""
         if self._results is None:
             return
         known = json.loads(self._results.read_text()) if self._results.exists() else {}
@@ -221,7 +221,7 @@ def arguments(about: str | None, more: Mapping[str, str] = MappingProxyType({}))
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Run the clients and templates of the command line."""
     given = arguments(__doc__)
     for agent, program in given.programs():
         for notation in given.notations:

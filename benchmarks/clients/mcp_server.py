@@ -1,4 +1,4 @@
-"""An MCP server on standard input and output with one tool, whose numbers are large."""
+"""An MCP server on standard input and output, with one tool that takes large numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOOL = {
 
 
 def answer(method: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The result of one request."""
+    """Return the result of one request."""
     if method == "initialize":
         version = given.get("protocolVersion", "2025-06-18")
         return {

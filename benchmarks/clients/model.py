@@ -1,10 +1,9 @@
-"""A model that knows what it wants to write and is held to the server's grammars while it writes
-it.
+"""A scripted model whose text must pass the server's grammars.
 
-It stands where a real engine stands: prompt in, text out, one token per byte and one per control
-token of the template. Under a grammar every token it wants is checked by the engine's own
-constraint; what the grammar alone allows is written for it, and a word the grammar has no way to
-write ends the answer with a failure that says so.
+It replaces a real engine: prompt in, text out, one token per byte and one per control token of the
+template. Under a grammar, the engine's own constraint checks every token of the script. If the
+grammar allows only one token, this token is written. A text that the grammar can't express ends the
+answer with an error that names it.
 """
 
 from __future__ import annotations
@@ -37,10 +36,11 @@ from localllm.engine.sampling.grammar import GrammarCompiler
 from support.scripted_engine import BOS, EOS, ScriptedEngine
 
 _FIRST_CONTROL = 258
-# tokens in a row that a grammar may put before the model is taken to say something else
+# The limit of consecutive tokens that a grammar may insert. Beyond it, the text counts as
+# different.
 _MOST_COERCED = 3
 _SPACE = (*b" \n",)
-_CHUNK = 12  # tokens of one piece of text
+_CHUNK = 12  # tokens in one piece of text
 
 Brain = Callable[[str], list[str]]
 """From a prompt to what the model wants to write: the whole reply first, then what it would write
@@ -48,7 +48,7 @@ where only a part of one is asked for (a forced call's JSON, its arguments)."""
 
 
 class Vocabulary:
-    """Bytes and control tokens, as the grammar compiler asks a backend for them."""
+    """Bytes and control tokens, in the form that the grammar compiler needs from a backend."""
 
     def __init__(self, info: Any, control: tuple[str, ...]) -> None:
         self.info = info
@@ -56,18 +56,18 @@ class Vocabulary:
         self._split = re.compile("(" + "|".join(map(re.escape, control)) + ")") if control else None
 
     def is_control(self, token: int) -> bool:
-        """True from BOS on."""
+        """Return True for BOS and all later ids."""
         return token >= BOS
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """A byte, or the spelling of a control token."""
+        """Return a byte, or the spelling of a control token."""
         if token < BOS:
             return bytes([token])
         spelled = ("<s>", "</s>", *self._control)[token - BOS].encode()
         return spelled if special else b""
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
-        """The tokens that spell `text`."""
+        """Return the tokens of `text`."""
         pieces = self._split.split(text) if special and self._split else [text]
         out: list[int] = []
         for piece in pieces:
@@ -79,16 +79,16 @@ class Vocabulary:
         return out
 
     def text(self, tokens: list[int], *, special: bool = True) -> str:
-        """The inverse."""
+        """Return the text of `tokens`."""
         return b"".join(self.token_bytes(t, special=special) for t in tokens).decode(
             "utf-8", "replace"
         )
 
 
 class ScriptedModel(ScriptedEngine):
-    """An engine whose answers `brain` decides. `refused` has what grammars kept it from saying,
-    `coerced` what they wrote in its place; `left_s` when each cancelled answer stopped being made
-    (time.monotonic)."""
+    """An engine whose answers come from `brain`. `refused` lists texts that grammars rejected, and
+    `coerced` the tokens that they inserted. `left_s` lists the times (time.monotonic) at which
+    cancelled answers stopped."""
 
     def __init__(
         self, notation: Notation, source: str, brain: Brain, *, n_ctx: int, pause_s: float = 0.0
@@ -105,7 +105,7 @@ class ScriptedModel(ScriptedEngine):
         self._compile = GrammarCompiler(self.vocabulary)  # type: ignore[arg-type]
 
     async def submit(self, request: Request) -> AsyncIterator[Event]:
-        """Answer as the brain says, and note when an answer was cut off from outside."""
+        """Return the answer of `brain`, and record if a client cancelled it."""
         self.requests.append(request)
         tokens = (
             request.prompt
@@ -115,7 +115,8 @@ class ScriptedModel(ScriptedEngine):
         room, most = self.info.n_ctx - len(tokens), request.generation.max_tokens
         if room <= 0:
             self.requests.pop()
-            async for event in super().submit(request):  # which says that it does not fit
+            # its error states that the prompt does not fit
+            async for event in super().submit(request):
                 yield event
             return
         yield Queued(request.id, 0)
@@ -142,11 +143,11 @@ class ScriptedModel(ScriptedEngine):
         add_bos: bool = False,
         media: dict[str, str] | None = None,
     ) -> list[int]:
-        """Bytes and control tokens."""
+        """Return bytes and control tokens."""
         return self.vocabulary.tokenize(text, special=special)
 
     async def detokenize(self, tokens: list[int]) -> str:
-        """Their text."""
+        """Return the text of the tokens."""
         return self.vocabulary.text(tokens)
 
     async def _answer(
@@ -173,7 +174,8 @@ class ScriptedModel(ScriptedEngine):
     def _plan(
         self, request: Request, prompt: str, limit: int
     ) -> tuple[list[int], FinishReason, str | None]:
-        """The tokens of the answer, how it ends, and at which stop string."""
+        """Return the tokens of the answer, the reason for its end, and the stop string that ended
+        it."""
         wants = self.brain(prompt)
         if request.constraint is None:
             return self._free(request, wants[0], limit)
@@ -212,8 +214,8 @@ class ScriptedModel(ScriptedEngine):
         return tokens, reason, stop
 
     def _held(self, constraint: AnswerConstraint, wanted: list[int]) -> list[int]:
-        """What is written of `wanted` under a constraint. Raises _RefusedError where it can't
-        be."""
+        """Return the tokens of `wanted` under a constraint. Raises _RefusedError if this is
+        impossible."""
         made: list[int] = []
         at = put = 0
         while not constraint.finished:
@@ -224,8 +226,8 @@ class ScriptedModel(ScriptedEngine):
                 allowed = self._allowed(constraint)
                 ends = EOS in allowed
                 if ends and token in allowed and not _whole(constraint, wanted[at:]):
-                    # a tag is one token in a real vocabulary: its first letter alone is no reason
-                    # to go on
+                    # In a real vocabulary a tag is one token, so its first letter alone must not
+                    # continue the answer.
                     token = EOS
                 if token not in allowed and ends:
                     token = EOS
@@ -245,7 +247,7 @@ class ScriptedModel(ScriptedEngine):
                     continue
             accepted = constraint.accept(token)
             if accepted is None:
-                continue  # a call has ended, and the same token is wanted behind it
+                continue  # a call has ended, and the same token is wanted after it
             forced = [*constraint.forced]
             constraint.forced.clear()
             if accepted == EOS:
@@ -265,7 +267,7 @@ class ScriptedModel(ScriptedEngine):
         return {int(t) for t in np.flatnonzero(row > -np.inf)}
 
     def _put(self, allowed: set[int], made: list[int], wanted: str) -> int:
-        """The token a grammar writes in the model's place: its only one, or a space. Raises
+        """Return the token that a grammar inserts: the only allowed one, or a space. Raises
         _RefusedError."""
         forced = next(
             (t for t in (*b"\n ",) if t in allowed),
@@ -279,8 +281,8 @@ class ScriptedModel(ScriptedEngine):
 
 
 def _parts(wants: list[str], prompt: str, reasoning: Reasoning | None) -> list[str]:
-    """The replies that a grammar of the whole answer may want: without what the prompt ends with, or
-    after the reasoning that is still open."""
+    """Return the replies that a grammar of the whole answer may expect: without the part that ends
+    the prompt, or after the reasoning that is still open."""
     if reasoning is None:
         return [want[_begun(prompt, want) :] for want in wants]
     thought, close, _ = wants[0].partition(reasoning.closing)
@@ -288,11 +290,11 @@ def _parts(wants: list[str], prompt: str, reasoning: Reasoning | None) -> list[s
 
 
 class _RefusedError(Exception):
-    """A grammar has no way to write what the model wants to say."""
+    """A grammar can't express the text of the model."""
 
 
 def _whole(constraint: AnswerConstraint, wanted: list[int]) -> bool:
-    """True when the grammar allows what is wanted up to the end of its first tag."""
+    """Return whether the grammar allows the wanted text up to the end of its first tag."""
     end = next(
         (i for i, t in enumerate(wanted[: _CHUNK * 4]) if t == ord(">")),
         len(wanted[: _CHUNK * 4]) - 1,
@@ -301,7 +303,7 @@ def _whole(constraint: AnswerConstraint, wanted: list[int]) -> bool:
 
 
 def _behind(wanted: list[int], at: int, forced: list[int]) -> int:
-    """Where `wanted` goes on behind what was put there; space between does not count."""
+    """Return the index in `wanted` after the forced tokens. Spaces between them do not count."""
     begun = at
     for token in forced:
         while at < len(wanted) and wanted[at] != token and wanted[at] in _SPACE:
@@ -314,6 +316,6 @@ def _behind(wanted: list[int], at: int, forced: list[int]) -> int:
 
 
 def _begun(prompt: str, part: str) -> int:
-    """How much of `part` the prompt ends with: at most its first 200 characters."""
+    """Return how many characters of `part` (at most 200) are at the end of the prompt."""
     most = min(len(part), 200)
     return next((k for k in range(most, 0, -1) if prompt.endswith(part[:k])), 0)

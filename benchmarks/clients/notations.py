@@ -1,9 +1,8 @@
-"""How six models write: their template, and the notation its publisher gives for thoughts, answers
-and calls.
+"""The formats of six models, as their publishers document them: thoughts, answers and calls.
 
-Written by hand from the templates and the publishers' pages, so that the server's own formats are
-not asked what they expect. Empty reasoning is never written: all of these models think where their
-template lets them.
+They were written by hand from the templates and the publishers' pages, so the tests do not depend
+on the server's own formats. Empty reasoning is never written: all of these models reason if their
+template allows it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ Calls = Sequence[tuple[str, Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """One model: a name for the table, the template's file, its control tokens, and how a reply is
-    written from a thought, an answer and calls (several only where the model writes several)."""
+    """One model: name in the table, template file, control tokens, and a function that writes a
+    reply from a thought, an answer and calls. `parallel`: the model writes several calls in one
+    reply."""
 
     name: str
     template: str

@@ -1,5 +1,4 @@
-"""How many tokens a client's own prompt has: its first request with tools, by the starter model's
-vocabulary."""
+"""The tokens in a client's own prompt (its first request with tools), by the starter model."""
 
 from __future__ import annotations
 

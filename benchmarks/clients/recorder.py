@@ -1,5 +1,4 @@
-"""What clients sent and what they got: a layer around the server's app that keeps every
-exchange."""
+"""A layer around the server's app that records every request and reply of a client."""
 
 from __future__ import annotations
 
@@ -10,15 +9,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-# The body of the request that is being served: the scripted model finds in it which tools it was
-# offered.
+# The body of the current request. The scripted model reads the offered tools from it.
 ASKED: ContextVar[dict[str, Any]] = ContextVar("asked", default={})  # noqa: B039 (never changed in place)
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and its reply. `gone_s`: when the client hung up before the reply ended
-    (time.monotonic)."""
+    """One request and its reply. `gone_s`: the time (time.monotonic) at which the client
+    disconnected before the reply ended."""
 
     method: str
     path: str
@@ -30,20 +28,20 @@ class Exchange:
     gone_s: float | None = None
 
     def shape(self) -> str:
-        """The request in a line: its path and the fields it has."""
+        """Return the request in one line: its path and its fields."""
         keys = ", ".join(sorted(self.body)) if isinstance(self.body, dict) else ""
         return f"{self.method} {self.path} {{{keys}}}"
 
 
 class Recorder:
-    """ASGI around ASGI."""
+    """An ASGI app around an ASGI app."""
 
     def __init__(self, app: Any, exchanges: list[Exchange]) -> None:
         self.app = app
         self.exchanges = exchanges
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Keep the exchange and pass everything on."""
+        """Record the exchange and pass everything on."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -1,8 +1,10 @@
-"""Sends the recorded requests of a run again (`exchanges.txt` of `clients loops`, or one request's
-body as JSON) to a server.
+"""Send recorded requests to a server again.
 
 python -m benchmarks clients replay FILE [--url http://localhost:11535] [--path
 /v1/chat/completions] [--key KEY]
+
+FILE is `exchanges.txt` of a run of `clients loops`, or the body of one request as JSON.
+
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ _RECORDED = re.compile(r"(?m)^### (\w+) (\S+) -> (\d+)\n.*\n(.*)$")
 
 
 def requests(file: Path, path: str) -> list[tuple[str, str, str, str]]:
-    """(method, path, body, status that it had) of each request in the file."""
+    """Return method, path, body and recorded status of each request in the file."""
     text = file.read_text(encoding="utf-8")
     found = [(method, at, body, status) for method, at, status, body in _RECORDED.findall(text)]
     return found or [("POST", path, json.dumps(json.loads(text)), "")]
 
 
 def main() -> None:
-    """Send them in their order, and print what comes back."""
+    """Send the requests in their order, and print the replies."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,7 @@
-"""What happens besides the loop: an MCP tool with large numbers, calls in parallel, Ctrl-C, a full
-window, an image.
+"""Scenes besides the loop: an MCP tool, parallel calls, Ctrl-C, a full context, an image.
 
 make bench ARGS="clients scenes --only codex,claude"
+
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.clients.brain import READ, SHELL, TASK, Offered, Worker, fill, n
 from benchmarks.clients.loops import Stage, arguments, because, stage
 from benchmarks.clients.notations import Notation
 
-# The first agents are programs with a terminal of their own. The others are libraries and the like.
+# The first agents are programs with a terminal of their own. The others are libraries and similar.
 _WITH_SCENES = 10
 MOST_S = 0.3  # from Ctrl-C to the end of generation
 _TAIL_CHARS = 5_000
@@ -38,9 +38,9 @@ class Counting(Worker):
     sign = "41 geese were counted"
 
     def calls(self, prompt: str, tools: Sequence[Offered]) -> Calls:
-        """The usual, then the count."""
+        """Return the usual calls, then the count."""
         usual = super().calls(prompt, tools)
-        # A namespace may have become a part of the name.
+        # The name may contain a namespace.
         name = re.search(r"[\w.-]*count_birds", prompt)
         if usual or not tools or name is None or self.sign in prompt or "count" in self.steps:
             return usual
@@ -48,7 +48,7 @@ class Counting(Worker):
         caller = named(tools, ("tool_call",))
         given = {"place": "the pond", "limit": 1_234_567}
         if caller is not None and "find" in self.steps:
-            self.steps.append("count")  # a client whose hidden tools are called through another
+            self.steps.append("count")  # a client that calls hidden tools through another tool
             properties = caller.schema["properties"]
             return [
                 (
@@ -72,7 +72,7 @@ class Counting(Worker):
         return [(name[0], {k: given[k] for k in schema.get("properties") or given})]
 
     def answer(self, prompt: str, tools: Sequence[Offered]) -> str:
-        """Says whether the count came."""
+        """Record whether the count arrived."""
         if tools and self.sign in prompt:
             self.steps.append("counted")
         return super().answer(prompt, tools)
@@ -82,7 +82,7 @@ class Parallel(Worker):
     """Makes its first call twice at once."""
 
     def calls(self, prompt: str, tools: Sequence[Offered]) -> Calls:
-        """Two reads in one reply, where the model writes several calls."""
+        """Return two reads in one reply, if the model writes several calls."""
         usual = super().calls(prompt, tools)
         return (
             usual * 2
@@ -95,7 +95,7 @@ class Looking(Worker):
     """Looks at a picture before it answers."""
 
     def calls(self, prompt: str, tools: Sequence[Offered]) -> Calls:
-        """The usual, then the picture."""
+        """Return the usual calls, then the picture."""
         usual = super().calls(prompt, tools)
         by_name = {t.name.lower(): t for t in tools}
         tool = next((by_name[n] for n in ("view_image", *READ) if n in by_name), None)
@@ -108,21 +108,21 @@ class Looking(Worker):
 
 
 class Endless(Worker):
-    """Never stops talking."""
+    """Never stops generating."""
 
     def __call__(self, prompt: str) -> list[str]:
-        """A very long answer."""
+        """Return a very long answer."""
         self.steps.append("answer")
         return [self.notation.write("Well.", "and so on, " * 5_000, ())]
 
 
 class Flooding(Worker):
-    """Fills the window with a command's output before it goes on; a summary is a few words."""
+    """Fills the context with a command's output before it continues. Its summary is a few words."""
 
     floods = 4
 
     def __call__(self, prompt: str) -> list[str]:
-        """Sums up where that is asked for at the end of the prompt."""
+        """Return a summary if the end of the prompt requests one."""
         if self.steps.count("flood") > 1 and "summar" in prompt[-_TAIL_CHARS:].lower():
             self.steps.append("summary")
             return [
@@ -133,7 +133,7 @@ class Flooding(Worker):
         return super().__call__(prompt)
 
     def calls(self, prompt: str, tools: Sequence[Offered]) -> Calls:
-        """Floods first."""
+        """Return the calls with long output first."""
         if tools and self.steps.count("flood") < self.floods:
             return self._flood(tools)
         return super().calls(prompt, tools)
@@ -143,7 +143,7 @@ class Flooding(Worker):
 
 
 def mcp(agent: Agent, notation: Notation, program: Path) -> str:
-    """An MCP server's tool is called with a large number, and its result comes back."""
+    """An MCP server's tool is called with a large number, and its result reaches the prompt."""
     if agent.mcp is None:
         return "not tried"
     with stage(replace(agent, worker=Counting), notation, program) as on:
@@ -177,16 +177,16 @@ def _picture(place: Place) -> None:
 
 
 def interrupt(agent: Agent, notation: Notation, program: Path) -> str:
-    """Ctrl-C while the model writes: how long the engine goes on."""
+    """Ctrl-C while the model decodes: measure how long the engine continues."""
     with stage(replace(agent, worker=Endless), notation, program, pause_s=0.02) as on:
         process, _ = start(agent, on.place)
         try:
             until = time.monotonic() + agent.start_s
             while not on.model.running and time.monotonic() < until and process.poll() is None:
-                time.sleep(0.01)  # another process is waited for
+                time.sleep(0.01)  # wait for another process
             if not on.model.running:
                 return "no answer was begun"
-            time.sleep(0.5)  # in the middle of it
+            time.sleep(0.5)  # in the middle of the answer
             pressed = time.monotonic()
             os.killpg(process.pid, signal.SIGINT)
             while on.model.running and time.monotonic() < pressed + 10:
@@ -206,14 +206,14 @@ def interrupt(agent: Agent, notation: Notation, program: Path) -> str:
 
 
 def restart(agent: Agent, notation: Notation, program: Path) -> str:
-    """The server stops in the middle of an answer and starts again: the client asks again."""
+    """The server stops in the middle of an answer and starts again. The client retries."""
     with stage(agent, notation, program, pause_s=0.02) as on:
         process, output = start(agent, on.place)
         until = time.monotonic() + agent.start_s
         while time.monotonic() < until and process.poll() is None:
             if on.model.running and "read" in on.worker.steps:
                 break
-            time.sleep(0.01)  # another process is waited for
+            time.sleep(0.01)  # wait for another process
         else:
             end(process)
             return "no answer was begun"
@@ -224,8 +224,8 @@ def restart(agent: Agent, notation: Notation, program: Path) -> str:
 
 
 def overflow(agent: Agent, notation: Notation, program: Path) -> str:
-    """More is read than the window holds: the client shortens the conversation and goes on, or says
-    what happened."""
+    """The files are longer than the context. The client shortens the conversation and continues, or
+    reports the error."""
     with stage(replace(agent, worker=Worker), notation, program) as on:
         wait(*start(agent, on.place), agent.limit_s)
         sizes = [len(r.prompt) for r in on.model.requests]
@@ -265,7 +265,7 @@ SCENES: Mapping[str, Callable[[Agent, Notation, Path], str]] = {
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Run the clients and scenes of the command line."""
     given = arguments(__doc__, {"--scenes": "scenes by name, comma-separated"})
     names = given.scenes.split(",") if given.scenes else list(SCENES)
     if not given.only:

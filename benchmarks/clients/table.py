@@ -1,7 +1,9 @@
-"""Writes what one run of `clients loops` and `clients scenes` measured: docs/clients.md between its
-marks, and client_runs.json, which `localllm connect` and `run` read.
+"""Write the results of `clients loops` and `scenes` to docs/clients.md and client_runs.json.
 
 make bench ARGS="clients table --loops loops.json --scenes scenes.json --date 2026-11-29"
+
+docs/clients.md is changed between its marks. `localllm connect` and `run` read client_runs.json.
+
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Results = Mapping[str, Mapping[str, Any]]
 
 
 def _of(agent: Agent, results: Results) -> dict[str, Mapping[str, Any]]:
-    """The client's results by what follows its name."""
+    """Return the client's results by the rest of the key after its name."""
     templates = {n.name for n in NOTATIONS}
     found = {}
     for key, value in results.items():
@@ -44,8 +46,8 @@ def own_prompt_tokens(loops: Mapping[str, Mapping[str, Any]]) -> int:
 
 
 def table(loops: Results, scenes: Results, date: str) -> str:
-    """Every client that was run, with its version, its own prompt's tokens, its complete loops and
-    what its scenes gave. What was not complete is below."""
+    """Return a table of all clients that were run: version, tokens of the own prompt, complete
+    loops and results of the scenes. Incomplete ones are listed below it."""
     head = ["client", "version", "own prompt", "loops", *SCENES]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     notes: list[str] = []
@@ -83,7 +85,7 @@ def table(loops: Results, scenes: Results, date: str) -> str:
 
 
 def runs(loops: Results) -> dict[str, dict[str, Any]]:
-    """By recipe: its own prompt's tokens, and the version that was run if all of its loops are
+    """Return for each recipe the tokens of its own prompt, and its version if all of its loops are
     complete."""
     found: dict[str, dict[str, Any]] = {}
     for agent in AGENTS:
@@ -98,7 +100,8 @@ def runs(loops: Results) -> dict[str, dict[str, Any]]:
 
 
 def recipes_table(measured: Mapping[str, Mapping[str, Any]]) -> str:
-    """Every recipe, its program, the kinds of calls that it makes, and the version that was run."""
+    """Return all recipes with their programs, the kinds of calls they make, and the version that
+    was run."""
     lines = ["| recipe | program | calls | run here with |", "|---|---|---|---|"]
     for name, recipe_of in RECIPES.items():
         recipe = recipe_of(ClientTarget("http://127.0.0.1:1", "model", 4096), Path("/"))
@@ -109,13 +112,14 @@ def recipes_table(measured: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _short(text: str) -> str:
-    """On one line, without what a table can't hold and without the names of passing folders."""
+    """Return text on one line, without characters that break a table and names of temporary
+    folders."""
     text = re.sub(r"(/\w+)*/client-\w+", "", text.replace("|", "/").replace("\n", " "))
     return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 1] + "…"
 
 
 def put(document: str, name: str, text: str) -> str:
-    """`document` with `text` between the marks of `name`."""
+    """Return `document` with `text` between the marks of `name`."""
     begin, end = (m.format(name) for m in _MARKS)
     head, _, rest = document.partition(begin)
     _, _, tail = rest.partition(end)
@@ -123,7 +127,7 @@ def put(document: str, name: str, text: str) -> str:
 
 
 def main() -> None:
-    """Write what the files given hold."""
+    """Write the results in the given files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -132,7 +136,7 @@ def main() -> None:
     parser.add_argument("--date", required=True)
     given = parser.parse_args()
     loops = json.loads(given.loops.read_text())
-    # A client that can't be installed here keeps what an earlier run measured.
+    # A client that can't be installed here keeps the results of an earlier run.
     measured = {**json.loads(_RUNS.read_text()), **runs(loops)}
     _RUNS.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     document = _DOCUMENT.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The clients that are run, in the order of the table."""
+"""All clients, in the order of the table."""
 
 from benchmarks.clients.agents import (
     aider,

@@ -1,5 +1,5 @@
-"""aider: it offers no tools. The file is in its prompt, an answer holds the whole new file, and a
-test runs behind."""
+"""aider: it offers no tools. The file is in its prompt, the answer contains the whole new file, and
+a test runs afterwards."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from benchmarks.clients.brain import NEW, OLD, TEXT, THOUGHT, Worker
 
 
 class Editing(Worker):
-    """Writes the file anew where it was shown."""
+    """Writes the whole new file if the prompt shows the file."""
 
     def __call__(self, prompt: str) -> list[str]:
-        """The answer with the new file, or a message for the commit."""
+        """Return the answer with the new file, or a commit message."""
         if OLD in prompt and "```" in prompt:
             self.steps.append("answer")
             self.first_prompt = self.first_prompt or prompt

@@ -1,4 +1,4 @@
-"""Cline's CLI: connect says the command that points it at the server."""
+"""Cline's CLI: the output of connect contains the command that configures it."""
 
 from benchmarks.clients.agent import TASK, Agent, Place
 from localllm.cli.editors.recipes import RECIPES

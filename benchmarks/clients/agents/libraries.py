@@ -1,4 +1,4 @@
-"""Libraries and frameworks: each is a script in ../sdk that gives the same three tools to the
+"""Libraries and frameworks. Each is a script in ../sdk that gives the same three tools to the
 library's own loop."""
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _ENVIRONMENT = ("LOCALLLM_URL", "LOCALLLM_MODEL", "LOCALLLM_TASK")
 
 
 class Forms(Worker):
-    """Fills in the form that instructor asks for by a forced call."""
+    """Fills in the form that instructor requests with a forced call."""
 
     def __call__(self, prompt: str) -> list[str]:
-        """The call, its JSON, and its arguments alone."""
+        """Return the call, its JSON, and its arguments alone."""
         self.steps.append("answer")
         arguments = '{"name": "grey heron", "weight_mg": 1500000}'
         call = self.notation.write(
@@ -28,10 +28,10 @@ class Forms(Worker):
 
 
 class Finishing(Worker):
-    """Ends with a call of a tool that is there to end with."""
+    """Ends with a call of the tool that returns the final answer."""
 
     def calls(self, prompt: str, tools: Sequence[Offered]) -> list[tuple[str, dict[str, Any]]]:
-        """The usual, then the last call."""
+        """Return the usual calls, then the final one."""
         usual = super().calls(prompt, tools)
         last = next((t for t in tools if t.name == "final_answer"), None)
         if usual or last is None:
@@ -45,7 +45,7 @@ def _python(place: Place, script: str) -> list[str]:
 
 
 def _node(place: Place, script: str) -> list[str]:
-    # Node looks for packages beside the script.
+    # Node searches for packages next to the script.
     copied = place.program / "scripts"
     copied.mkdir(exist_ok=True)
     for file in _SCRIPTS.glob("*.mjs"):
@@ -83,13 +83,13 @@ def _library(
 
 
 _AI = ("ai@7.0.173", "zod@4.6.7")
-# What litellm's own extra `proxy` asks for besides a package that no index had.
+# The packages of litellm's extra `proxy`, without one that no index has.
 _PROXY = (
     "uvicorn", "gunicorn", "uvloop", "fastapi", "starlette", "backoff", "rq", "orjson",
     "apscheduler", "pyjwt", "python-multipart", "cryptography", "websockets", "rich",
     "fastapi-sso", "boto3", "mcp", "semver", "expression", "soundfile",
 )  # fmt: skip
-# What the frameworks call through.
+# The frameworks call the server through this package.
 _OPENAI = "openai==3.57.0"
 
 AGENTS = (

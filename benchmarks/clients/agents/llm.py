@@ -1,4 +1,4 @@
-"""The `llm` command, with functions of a file as its tools."""
+"""The `llm` command, with the functions of a file as its tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mini-swe-agent: a shell is its only tool, and a command of its own ends the work."""
+"""mini-swe-agent: its only tool is a shell, and a special command ends the work."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from benchmarks.clients.brain import Offered, Worker
 
 
 class Submitting(Worker):
-    """Ends as its prompt says to."""
+    """Ends with the command that its prompt names."""
 
     def calls(self, prompt: str, tools: Sequence[Offered]) -> list[tuple[str, dict[str, Any]]]:
-        """The usual, then the last command."""
+        """Return the usual calls, then the final command."""
         usual = super().calls(prompt, tools)
         if usual:
             return usual
@@ -36,7 +36,7 @@ AGENT = Agent(
         TASK,
     ),
     recipe="mini-swe",
-    also=("mcp",),  # LiteLLM asks for it
+    also=("mcp",),  # LiteLLM requires it
     worker=Submitting,
     says="",
 )

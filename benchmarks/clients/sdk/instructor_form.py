@@ -1,4 +1,4 @@
-"""instructor: no loop, an answer of a given form through a forced call."""
+"""instructor: no loop, but an answer in a given form through a forced call."""
 
 import instructor
 import openai

@@ -1,4 +1,4 @@
-"""litellm: its way to OpenAI-compatible servers, streamed and put together again."""
+"""litellm: its provider for OpenAI-compatible servers, streamed and joined again."""
 
 import json
 

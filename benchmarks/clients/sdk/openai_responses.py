@@ -1,4 +1,4 @@
-"""openai: responses, streamed, each turn behind the one before."""
+"""openai: responses, streamed, where each turn continues the previous one."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""smolagents: it ends with a tool of its own."""
+"""smolagents: a tool of its own ends the loop."""
 
 from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 from tools import FUNCTIONS, MODEL, TASK, URL

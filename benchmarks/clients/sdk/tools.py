@@ -1,4 +1,4 @@
-"""The three tools that every library here gets, and where the server is."""
+"""The three tools for every library here, and the server's address."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def chat_tools() -> list[dict[str, Any]]:
-    """As OpenAI's chat has them."""
+    """Return the tools in the format of OpenAI's chat API."""
     return [
         {
             "type": "function",
