@@ -1,2 +1,2 @@
-"""Fits localllm/planner/efficiency.json to published speeds, and reports how well it predicts rows
-it has not seen."""
+"""Fit localllm/planner/efficiency.json to published speeds, and report the errors of predictions
+for rows that the fit did not use."""

@@ -1,5 +1,4 @@
-"""Fits localllm/planner/efficiency.json to published speeds, and reports how well it predicts rows
-it has not seen.
+"""Fit localllm/planner/efficiency.json to published speeds, and report its errors for unseen rows.
 
     python -m benchmarks.planner_fit            report (files, models and devices left out one at a
                                                 time)
@@ -7,7 +6,8 @@ it has not seen.
                                                 from all rows and
                                                 the report to benchmarks/planner_fit.md
 
-OPENBLAS_NUM_THREADS=1 makes it several times faster: its matrices are small.
+OPENBLAS_NUM_THREADS=1 makes it several times faster, because its matrices are small.
+
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ ABOUT = [
     "The effects of cpu are set in benchmarks/planner_fit from measurements on x86 cores.",
     "Sources of every row: benchmarks/data/speeds.csv and drafts.csv.",
 ]
-# CPU: no published row is in the data. These are what llama.cpp 0.3.36 does on two Zen 5 cores (34
-# GB/s measured): SmolLM2-135M Q4_1 6.8 ms and Gemma-3-270M Q4_K_M 11.5 ms a token solve to 25 GB/s
-# and 99 µs a layer; 128-token prompts at 320 and 746 tok/s are 34-75 GFLOP/s a core. The machine's
-# own figures replace them after one `localllm bench`.
+# CPU: the data has no published row. These figures are from llama.cpp 0.3.36 on two Zen 5 cores (34
+# GB/s measured): SmolLM2-135M Q4_1 at 6.8 ms and Gemma-3-270M Q4_K_M at 11.5 ms per token give 25
+# GB/s and 99 µs per layer; 128-token prompts at 320 and 746 tok/s give 34-75 GFLOP/s per core. The
+# machine's own figures replace them after one `localllm bench`.
 CPU = {
     "decode": {
         "eta": 0.75, "layer_s": 95e-6, "expert_layer_s": 60e-6, "recurrent_layer_s": 60e-6,
@@ -54,8 +54,8 @@ CPU = {
 def tables(
     fitted: Mapping[str, tuple[Fit, Sequence[Row], Mapping[str, float]]],
 ) -> dict[str, object]:
-    """efficiency.json: bases, effects above half a percent, row counts, widths of ranges. Effects
-    of past eras stay out of it."""
+    """Return efficiency.json: bases, effects above half a percent, row counts, widths of ranges.
+    Effects of past eras are not included."""
     found: dict[str, object] = {"about": ABOUT}
     for law, (fit, data, widths) in fitted.items():
         index = fit.design.index

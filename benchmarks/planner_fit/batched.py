@@ -1,5 +1,5 @@
-"""Decoding for several sequences at once: what each of them costs beside the one sweep over the
-weights they share."""
+"""Decode of several sequences at once: the cost of each sequence in addition to the one read of the
+weights that they share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from benchmarks.planner_fit.rows import Row, rows
 
 
 def extended(single: Sequence[Row]) -> Design:
-    """The design of the decode law over `single` and, after them, the rows of several sequences."""
+    """Return the design of the decode law with `single` and then the rows of several sequences."""
     return Design("decode", [*single, *rows("decode", batched=True)])
 
 
 def law_of(design: Design, decode: Fit) -> Design:
-    """The rows of several sequences as a law of their own: what the decode law says of the step is
-    taken as given, and each further sequence costs its arithmetic and a little time per layer."""
+    """Return the rows of several sequences as a separate law. The step's cost comes from the decode
+    law, and each further sequence adds its arithmetic and a little time per layer."""
     members = [i for i, row in enumerate(design.data) if row.batch > 1]
     step, _ = seconds(design.part(np.array(members)), decode.theta)
     return Design(
@@ -33,8 +33,8 @@ def _row(row: Row, step_s: float) -> Row:
 
 
 def leave_out(single: Sequence[Row], unit: Callable[[Row], object]) -> tuple[Sequence[Row], Floats]:
-    """Every row of several sequences, and its error by fits of both laws that saw no row of its
-    `unit`."""
+    """Return every row of several sequences, with its error by fits of both laws that saw no row of
+    its `unit`."""
     design = extended(single)
     learn = [i for i, row in enumerate(design.data) if row.batch == 1 and not row.suspect]
     whole = Fit(design, learn)

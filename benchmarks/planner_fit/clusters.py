@@ -1,9 +1,9 @@
-"""How well `recommend --link` predicts published speeds of several machines: rows and sources in
-data/clusters.csv.
+"""The accuracy of `recommend --link` for published speeds of several machines.
 
-Usage: python -m benchmarks.planner_fit.clusters. Of rows split by layers, these are taken to lie as
-llama.cpp puts them, by each machine's memory. Rows that state what one machine alone had with the
-same file gave `cluster.RPC_S`: the others were never seen by it.
+Usage: python -m benchmarks.planner_fit.clusters. Rows and sources are in data/clusters.csv. Rows
+split by layers are assumed to have llama.cpp's placement, by each machine's memory. Rows that also
+state the speed of one machine alone with the same file were used for `cluster.RPC_S`. The others
+were not.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _ROOM_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A published row and its prediction, tokens/s. `seen`: it gave RPC's cost. `today`: measured
-    with an engine of 2026, which is what is predicted. `shared`: every machine had a share of each
-    layer."""
+    """A published row and its prediction in tokens/s. `seen`: it was used for RPC's cost. `today`:
+    it was measured with an engine of 2026, which is predicted. `shared`: every machine had a share
+    of each layer."""
 
     what: str
     n_machines: int
@@ -43,12 +43,12 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """How far off: 0.1 is ten percent too fast."""
+        """Return the relative error: 0.1 is a prediction that is ten percent too fast."""
         return self.predicted.value / self.measured - 1
 
 
 def compared() -> list[Compared]:
-    """Every row of the data, predicted."""
+    """Return every row of the data with its prediction."""
     models = {m.id: m for m in catalog.load().models}
     with DATA.open(newline="", encoding="utf-8") as f:
         return [_compare(record, models) for record in csv.DictReader(f)]
@@ -92,7 +92,7 @@ def _compare(record: dict[str, str], models: dict[str, Model]) -> Compared:
 
 
 def main() -> None:
-    """Print every row, and the median of the errors by what they are of."""
+    """Print every row, and the median of the errors by group."""
     rows = compared()
     for row in rows:
         p = row.predicted

@@ -26,7 +26,7 @@ from localllm_catalog.types import Model, Variant
 
 DATA = Path(__file__).parent.parent / "data" / "drafts.csv"
 LAW = "drafted"
-# Tokens that a step drafts where the source does not state it.
+# Tokens that a step drafts if the source does not state it.
 _USUAL_LENGTH = 2
 _ACCEPTANCE = dict(zip(("prose", "mixed", "code"), drafting.HEADS_ACCEPTANCE, strict=True))
 
@@ -47,13 +47,13 @@ class Drafted:
 
     @property
     def tokens(self) -> float:
-        """Tokens of a step at the acceptance rate of the text."""
+        """Return the tokens per step at the acceptance rate of the text."""
         rate = _ACCEPTANCE[self.content]
         return float((1 - rate ** (self.length + 1)) / (1 - rate))
 
     @property
     def gain(self) -> float:
-        """The drafted speed in plain speeds."""
+        """Return the drafted speed ÷ the plain speed."""
         return self.tok_s / self.plain_tok_s
 
 
@@ -76,8 +76,8 @@ def _read(record: dict[str, str]) -> Drafted:
 
 
 def rows() -> list[Row]:
-    """Return the rows of dense models in the terms of the law: seconds of a step that drafts.
-    (Of mixtures, each drafted token reads further experts: `drafting.verify_ratios`.)"""
+    """Return the rows of dense models in the terms of the law: seconds of a step that drafts. (In
+    mixtures, each drafted token reads further experts: `drafting.verify_ratios`.)"""
     return [_row(one) for one in drafted() if one.model.experts is None]
 
 
@@ -155,8 +155,8 @@ def _medians(runs: Sequence[Drafted], errors: Floats) -> Floats:
 
 
 def _with_the_plain_speed(runs: Iterable[Drafted], errors: Floats) -> Floats:
-    """The errors of the drafted speed if the plain one is predicted too (by a fit to these and other
-    rows)."""
+    """Return the errors of the drafted speed if the plain speed is predicted too (by a fit to these
+    and other rows)."""
     found = []
     for one, error in zip(runs, errors, strict=True):
         plain = speed.decode(one.device, one.model, one.variant, depth=300).value
@@ -165,7 +165,7 @@ def _with_the_plain_speed(runs: Iterable[Drafted], errors: Floats) -> Floats:
 
 
 def _planned(one: Drafted) -> float:
-    """The error of a mixture's gain, as the planner predicts it."""
+    """Return the error of the planner's prediction of a mixture's gain."""
     (ratio,) = drafting.verify_ratios(one.device, one.model, one.variant, (one.length + 1,))
     hardware = decode_cost.hardware_of(one.device, "llamacpp")
     host_s = draft_cost.draft_seconds(one.model, one.variant, hardware)["guess"]

@@ -1,9 +1,9 @@
-"""The fit of one law: every coefficient is exp(base + Σ effects of its keys), held near its parents
-by priors.
+"""The fit of one law: every coefficient is exp(base + Σ effects of its keys), and priors keep it
+near its parents.
 
-Ridge-regularised Gauss-Newton on ln(seconds per token) with Huber weights, so that a key with few
-rows stays near its parent. A part's own effects have Student-t priors: one machine far from its kin
-does not drag them along.
+The method is ridge-regularised Gauss-Newton on ln(seconds per token) with Huber weights, so a key
+with few rows stays near its parent. The effects of single parts have Student-t priors, so one
+unusual machine does not distort similar ones.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from benchmarks.planner_fit.rows import Row
 from localllm.planner import decode_cost, efficiency
 
-# Where the fit starts, and what it is held to (_BASE_SD). Several sequences begin at what is known
-# of prompts: products of a mixture cost half more a parameter, a recurrent layer's launches 50 µs.
+# The start of the fit, and the centre of its priors (_BASE_SD). Several sequences start at the
+# values of prompts: products of a mixture cost 50 % more per parameter, a recurrent layer's
+# launches 50 µs.
 BASE = {
     "decode": {
         "eta": 0.8, "layer_s": 4e-5, "expert_layer_s": 3e-5, "recurrent_layer_s": 2e-5,
@@ -39,9 +40,9 @@ BASE = {
     "drafted": {"row": 4.0, "guess_s": 1e-3},
 }  # fmt: skip
 _BASE_SD = {"size": 0.001, "moe": 0.4, "quant": 0.001, "routed": 0.2, "activations": 0.28}
-# Prior standard deviations of effects, in ln, by level of key. What is not named does not move.
-# Chosen one at a time by the errors on devices and files that were left out; on most, less freedom
-# than the rows of a level would fill was better.
+# Prior standard deviations of effects, in ln, by level of key. Coefficients that are not listed do
+# not move. They were chosen one at a time by the errors on left-out devices and files. For most of
+# them, less freedom than the rows of a level would use was better.
 PRIORS = {
     "decode": {
         "engine": {"eta": 0.15, "layer_s": 0.29, "expert_layer_s": 0.13, "kv": 0.40,
@@ -68,8 +69,8 @@ PRIORS = {
         "expert_layer_s": 0.50,
                 "recurrent_layer_s": 0.30, "moe": 0.20},
         "own era": {"matmul": 1.40, "attention": 0.22},
-        # CUDA's dense kernels were as fast in 2025 as today (an RTX 4090: 0.96 and 0.92 of its nominal
-        # rate), those of mixtures were not.
+        # CUDA's dense kernels were as fast in 2025 as today (an RTX 4090: 0.96 and 0.92 of its
+        # nominal rate), but those of mixtures were not.
         "own era, cuda": {"matmul": 0.20, "attention": 0.22, "moe": 0.40, "expert_layer_s": 0.80},
         "quant": {"quant": 0.065},
     },
@@ -80,19 +81,19 @@ PRIORS = {
     "drafted": {"engine": {"row": 0.80}, "generation": {"row": 0.35}},
 }  # fmt: skip
 _WIDE_FORMATS = ("quant:bf16", "quant:iq", "quant:f16")
-# Noise of one row, in ln: runs of the same part and file in different hands differ by about this
+# Noise of one row, in ln. Runs of the same part and file by different people differ by about this
 # much.
 SIGMA = {"decode": 0.10, "prefill": 0.15, "batched": 0.15, "drafted": 0.12}
-# Degrees of freedom of the Student-t prior on a part's own effects; None = normal.
+# Degrees of freedom of the Student-t prior on a part's own effects. None is a normal prior.
 PART_FREEDOM: dict[str, float | None] = {"decode": 1.0}
-# Power of the number of a source's rows of one machine that each of them counts less by: they miss
-# alike. Of drafts, a source counts as one row.
+# The weight of a row falls with this power of the number of rows from the same source and machine,
+# because their errors are similar. For drafts, a source counts as one row.
 ONE_MACHINE = {"decode": 0.2, "prefill": 0.2, "drafted": 1.0}
-# The same of a series: the same file on the same part at several depths.
+# The same power for a series: the same file on the same part at several depths.
 SERIES = {"decode": 0.4, "prefill": 0.4, "batched": 0.4}
-# Residuals beyond so many times the noise count by their size, not by its square (Huber).
+# Residuals above this multiple of the noise count linearly, not by their square (Huber).
 HUBER = 1.2
-# From the fit to everything a few rows less are not far; more of them take longer to forget.
+# Leaving out fewer rows than this changes the fit little. With more rows, more passes are needed.
 _MANY = 8
 _PEAK = math.log(decode_cost.PEAK_SHARE)
 
@@ -101,9 +102,9 @@ Matrices = tuple[Floats, NDArray[np.float32], NDArray[np.float32], Floats]
 
 
 def level(key: str) -> str:
-    """What kind of thing a key names: engine, arithmetic (what emulates a number type), generation,
-    tier, part, quant, era (of an engine), own era (of its kernels for one generation of chips; those
-    of CUDA apart), or "" (moves nothing)."""
+    """Return the kind of a key: engine, arithmetic (emulation of a number type), generation, tier,
+    part, quant, era (of an engine), own era (of its kernels for one generation of chips; separate
+    for CUDA), or "" (it has no effect)."""
     kind = key.partition(":")[0]
     if kind == "quant":
         return "quant"
@@ -126,7 +127,7 @@ def level(key: str) -> str:
 
 
 def prior_sd(law: str, key: str, name: str) -> float:
-    """How far `key` may move coefficient `name`, as a standard deviation in ln; 0 = not at all."""
+    """Return how far `key` may move `name`, as a standard deviation in ln. 0 means not at all."""
     if not key:
         return _BASE_SD.get(name, 1.0)
     sd = PRIORS[law].get(level(key), {}).get(name, 0.0)
@@ -134,22 +135,21 @@ def prior_sd(law: str, key: str, name: str) -> float:
 
 
 def family(device: str) -> str:
-    """Vendor and Apple tier, or vendor and generation."""
+    """Return the vendor and Apple tier, or the vendor and generation."""
     vendor, gen, tier = efficiency.generation(device)
     return f"{vendor} {tier or gen}"
 
 
 @dataclass(frozen=True)
 class Design:
-    """Rows as matrices over the parameters of a law, built once for every fit over a part of
-    them."""
+    """Rows as matrices over the parameters of a law, built once for all fits to parts of them."""
 
     law: str
     data: Sequence[Row]
 
     @cached_property
     def index(self) -> dict[tuple[str, str], int]:
-        """Column of every base coefficient ("", name) and every effect (key, name)."""
+        """Return the column of every base coefficient ("", name) and every effect (key, name)."""
         index = {("", name): i for i, name in enumerate(BASE[self.law])}
         for row in self.data:
             used = {name for value, powers in row.parts if value for name, _ in powers}
@@ -161,8 +161,8 @@ class Design:
 
     @cached_property
     def matrices(self) -> Matrices:
-        """(ln value, exponents, exponents of the share of the peak, 1 where that is capped), by row
-        × part."""
+        """Return ln values, exponents, exponents of the share of the peak, and 1 for capped parts,
+        by row × part."""
         n_parts = max(len(row.parts) for row in self.data)
         shape = (len(self.data), n_parts)
         values = np.full(shape, -np.inf)
@@ -189,13 +189,13 @@ class Design:
         return [c for key in ("", *row.all_keys) if (c := self.index.get((key, name))) is not None]
 
     def part(self, which: NDArray[np.int64]) -> Matrices:
-        """The matrices of some rows."""
+        """Return the matrices of some rows."""
         values, powers, shares, capped = self.matrices
         return values[which], powers[which], shares[which], capped[which]
 
 
 def seconds(matrices: Matrices, theta: Floats) -> tuple[Floats, Floats]:
-    """(seconds of each row [n], their gradient in ln [n, parameters])."""
+    """Return the seconds of each row [n], and their gradient in ln [n, parameters]."""
     values, powers, shares, capped = matrices
     logs = (
         values
@@ -209,8 +209,8 @@ def seconds(matrices: Matrices, theta: Floats) -> tuple[Floats, Floats]:
 
 
 class Fit:
-    """Coefficients of one law from the rows `which` of `design`: natural logs of the base and of
-    every effect."""
+    """The coefficients of one law from the rows `which` of `design`: natural logs of the base and
+    of every effect."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class Fit:
         ]
         matrices = design.part(chosen)
         for _ in range(passes):
-            # the normal prior that touches the Student-t's at the present effects
+            # the normal prior that is tangent to the Student-t prior at the current effects
             if freedom is not None:
                 scaled = (self.theta - start) ** 2 * normal
                 penalty = np.where(own, normal * (freedom + 1) / (freedom + scaled), normal)
@@ -261,14 +261,15 @@ class Fit:
                 break
 
     def errors(self, which: Sequence[int]) -> Floats:
-        """Predicted ÷ measured speed − 1 of rows of the design."""
+        """Return predicted ÷ measured speed − 1 for rows of the design."""
         chosen = np.array(which, dtype=np.int64)
         measured = np.array([self.design.data[i].seconds for i in chosen])
         return np.asarray(measured / seconds(self.design.part(chosen), self.theta)[0] - 1)
 
 
 def _spoken_for(design: Design, rows: Sequence[Row]) -> NDArray[np.bool_]:
-    """Effects of parts with at least two kin: which of them is the odd one takes three to tell."""
+    """Return the effects of parts with at least two similar ones. With fewer than three, the
+    unusual one can't be identified."""
     kin: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         kin[family(row.device)].add(row.device)
@@ -283,8 +284,8 @@ def _spoken_for(design: Design, rows: Sequence[Row]) -> NDArray[np.bool_]:
 
 
 def leave_out(design: Design, unit: Callable[[Row], object]) -> Floats:
-    """The error of every row, predicted by a fit that saw no row of its `unit`. Suspect rows are
-    never learnt."""
+    """Return the error of every row, predicted by a fit without the rows of its `unit`. Suspect
+    rows are never used for a fit."""
     learn = [i for i, row in enumerate(design.data) if not row.suspect]
     whole = Fit(design, learn).theta
     groups: dict[object, list[int]] = defaultdict(list)

@@ -1,8 +1,8 @@
 """Errors of whole sources that were left out, by kind of device and by kind of model.
 
-A fit learns no row of a source and predicts all of them. Rows that share a source share its machine,
-its build and its way of measuring. So these errors are the largest of all ways to leave rows out, and
-the nearest to what a new machine or a new report gets.
+A fit uses no row of a source and predicts all of them. Rows that share a source share its machine,
+its build and its way of measuring. So these errors are the largest of all ways to leave rows out,
+and the closest to those of a new machine or a new report.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INTEGRATED = ("amd-apu", "intel-xe", "qualcomm-adreno")
 
 
 def source(row: Row) -> str:
-    """Return the source of a row: what is left out as a whole."""
+    """Return the source of a row, which is left out as a whole."""
     return row.source
 
 

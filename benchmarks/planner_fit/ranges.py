@@ -1,13 +1,15 @@
-"""The widths of the 80 % ranges, from what was left out of the fit alone.
+"""The widths of the 80 % ranges, from left-out rows alone.
 
-Every recent row is predicted three times: by a fit that saw none of its source, none of its source
-and its device, none of its source and its family of devices. Each is an error of one stratum
-(localllm/planner/ranges.py), and a stratum is as wide as holds four in five of its own errors
-(conformal prediction by strata: Vovk et al. 2003). A stratum of few rows or of one source hands
-them to the next wider one. A family or engine is divided by depth only if both sides have enough
-rows and the deeper one is the wider one. If a family's unseen parts have the narrower range, they
-share one width with the seen ones (pooled adjacent violators: Barlow et al. 1972). A row counts less the more rows its source has in
-the stratum: they miss alike, and a new report is another source.
+Every recent row is predicted three times: by a fit without its source, without its source and its
+device, and without its source and its family of devices. Each is an error of one stratum
+(localllm/planner/ranges.py). A stratum's width contains 80 % of its own errors (conformal
+prediction by strata: Vovk et al. 2003). A stratum with few rows or one source passes them on to the
+next wider one.
+
+A family or engine is divided by depth only if both sides have enough rows and the deeper side is
+wider. If a family's unseen parts have the narrower range, they share one width with the seen ones
+(pooled adjacent violators: Barlow et al. 1972). A row counts less if its source has more rows in
+the stratum: their errors are similar, and a new report is another source.
 """
 
 from __future__ import annotations
@@ -24,25 +26,25 @@ from benchmarks.planner_fit.rows import RECENT, Row
 from localllm.planner import ranges
 
 SHARE = 0.8
-# A stratum's width is held near the next wider one's, as far as a share between these of its own
-# is inside.
+# A stratum's width is near that of the next wider one, as long as a share between these of its own
+# errors is inside.
 LEAST, MOST = 0.76, 0.84
-# Power of the number of a source's rows in a stratum that each of them counts less by. Chosen by the
-# share inside of rows and of sources: both are near four in five.
+# The weight of a row falls with this power of its source's number of rows in the stratum. It was
+# chosen by the share inside, of rows and of sources: both are near 80 %.
 _ONE_SOURCE = 0.5
-# Sources whose word of a stratum is worth as much as the next wider one's.
+# With this number of sources, a stratum's own width counts as much as the next wider one's.
 _SOURCES = 3.0
 FEWEST = 15
-# What the first card for machine rooms was off before a row of its kind was in the fit (an H200: a
-# mixture 1.73 times as fast as said, prompts a quarter as fast), which others are not known to be
-# better than.
+# The error for the first data-centre card before the fit had a row of its kind (an H200: a mixture
+# 1.73 times as fast as predicted, prompts a quarter as fast). The next card may be predicted as
+# badly.
 FIRST_OF_ITS_KIND = {"decode": 0.55, "prefill": 1.36, "batched": 0.75}
 
 
 @dataclass(frozen=True)
 class Miss:
-    """How far a row that was not seen is off, ln (predicted ÷ measured), and the strata it was
-    predicted in, the narrowest first. Its range may not be narrower than those of `bounds`."""
+    """The error of an unseen row, ln (predicted ÷ measured), and the strata that it was predicted
+    in, the narrowest first. Its range may not be narrower than those of `bounds`."""
 
     error: float
     source: str
@@ -50,13 +52,13 @@ class Miss:
     bounds: tuple[tuple[str, ...], ...] = ()
 
     def is_inside(self, widths: Mapping[str, float]) -> bool:
-        """Whether the range that `widths` state holds the error."""
+        """Return whether the error is inside the range with these `widths`."""
         stated = max(ranges.width(widths, names) for names in (self.strata, *self.bounds))
         return abs(self.error) <= stated
 
 
 HeldWith = Callable[[Row, Row], bool]
-# By what is known of the machine then: what is left out with a row beside its source.
+# By the knowledge of the machine: the rows left out together with a row, in addition to its source.
 HELD: dict[str, HeldWith] = {
     ranges.SEEN: lambda _row, _other: False,
     ranges.UNSEEN_PART: lambda row, other: row.device == other.device,
@@ -67,18 +69,18 @@ HELD: dict[str, HeldWith] = {
 
 
 def hardware_keys(row: Row) -> tuple[str, ...]:
-    """The keys of where a row ran."""
+    """Return the keys of the hardware of a row."""
     return tuple(key for key in row.keys if not key.startswith("quant:"))
 
 
 def known(rows: Iterable[Row]) -> Counter[str]:
-    """Rows by the key of where they ran."""
+    """Return the number of rows by key of their hardware."""
     return Counter(key for row in rows for key in hardware_keys(row))
 
 
 def missed(row: Row, error: float, learnt: Mapping[str, int]) -> Miss:
-    """The miss of a row whose prediction is `error` off (÷ measured − 1), by the rows that were
-    learnt."""
+    """Return the miss of a row whose prediction is wrong by `error` (÷ measured − 1), by the rows
+    that the fit used."""
     keys = hardware_keys(row)
     kind = "MoE" if row.moe else "dense"
     bounds = ranges.bounds(ranges.evidence(learnt, keys), keys, kind, row.depth)
@@ -86,7 +88,7 @@ def missed(row: Row, error: float, learnt: Mapping[str, int]) -> Miss:
 
 
 def misses(design: Design) -> list[Miss]:
-    """Every recent row in every state of knowledge that it can be left in."""
+    """Return every recent row in every state of knowledge that can be simulated for it."""
     data = design.data
     learn = [i for i, row in enumerate(data) if not row.suspect]
     whole = Fit(design, learn).theta
@@ -115,7 +117,7 @@ def misses(design: Design) -> list[Miss]:
 
 @dataclass(frozen=True)
 class Stratum:
-    """Strata with one width (ln), and what was missed in them, by a number of sources."""
+    """Strata with a common width (ln), their misses, and the number of sources."""
 
     names: tuple[str, ...]
     width: float
@@ -124,22 +126,23 @@ class Stratum:
 
     @property
     def off(self) -> tuple[float, ...]:
-        """The absolute errors (ln)."""
+        """Return the absolute errors (ln)."""
         return tuple(abs(miss.error) for miss in self.members)
 
     @property
     def inside(self) -> float:
-        """Share of its errors that the width holds, weighed by source."""
+        """Return the share of its errors inside the width, weighted by source."""
         return _share_inside(self.members, self.width)
 
     @property
     def holding(self) -> float:
-        """The width that would hold just four in five of them."""
+        """Return the width that contains exactly 80 % of the errors."""
         return quantile(self.members, SHARE)
 
 
 def _ordered(members: Sequence[Miss]) -> tuple[Floats, Floats]:
-    """The absolute errors in order, and the share of the members, weighed by source, up to each."""
+    """Return the sorted absolute errors, and for each the share of the members up to it, weighted
+    by source."""
     n_rows = Counter(miss.source for miss in members)
     off = np.array([abs(miss.error) for miss in members])
     weights = np.array([n_rows[miss.source] ** -_ONE_SOURCE for miss in members])
@@ -149,7 +152,7 @@ def _ordered(members: Sequence[Miss]) -> tuple[Floats, Floats]:
 
 
 def quantile(members: Sequence[Miss], share: float) -> float:
-    """The least absolute error that at least `share` of the members do not exceed."""
+    """Return the smallest absolute error that at least `share` of the members do not exceed."""
     off, upto = _ordered(members)
     return float(off[min(int(np.searchsorted(upto, share - 1e-9)), len(off) - 1)])
 
@@ -164,8 +167,8 @@ Groups = dict[str, list[Miss]]
 
 
 def strata(found: Sequence[Miss]) -> list[Stratum]:
-    """A partition of the misses into strata, each with a width of its own, held near that of the
-    next wider one as far as it still holds what it should."""
+    """Divide the misses into strata. Each has its own width, which stays near that of the next
+    wider stratum as long as it still contains the required share."""
     groups = _partition(found)
     pools = {name: Stratum((name,), *_width(name, of, found)) for name, of in groups.items()}
     while True:
@@ -183,8 +186,8 @@ def strata(found: Sequence[Miss]) -> list[Stratum]:
 
 
 def _partition(found: Sequence[Miss]) -> Groups:
-    """The misses by the narrowest of their strata that has enough of them. What is left over is
-    predicted by the widest stratum, whose width is that of everything in it."""
+    """Group the misses by the narrowest of their strata with enough of them. The rest is predicted
+    by the widest stratum, whose width is that of all its members."""
     left = list(found)
     kept: Groups = {}
     for level in range(max(len(miss.strata) for miss in found)):
@@ -206,9 +209,9 @@ def _partition(found: Sequence[Miss]) -> Groups:
 
 
 def _is_enough(name: str, groups: Groups) -> bool:
-    """Whether a stratum has rows and sources enough for a width of its own. One side of a depth
-    has, if the other does too, and the deeper one is no narrower: for what is known less well of a
-    machine as for the rest."""
+    """Return whether a stratum has enough rows and sources for its own width. A side of a depth
+    has, if the other side does too and the deeper one is no narrower, in all states of knowledge of
+    a machine."""
     whole = _whole(name)
     if whole == name:
         return _has_enough(groups[name])
@@ -238,13 +241,13 @@ def _sides(whole: str) -> tuple[str, str]:
 
 
 def _whole(name: str) -> str:
-    """The stratum that a side of a depth belongs to; any other is one itself."""
+    """Return the stratum that a side of a depth belongs to, or the name of any other stratum."""
     return name.removesuffix(" short").removesuffix(" deep")
 
 
 def _in_order(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Pairs of strata of which the second may not be narrower: a family's seen and unseen parts,
-    and the two sides of a depth."""
+    """Return pairs of strata whose second one may not be narrower: a family's seen and unseen
+    parts, and the two sides of a depth."""
     known = set(names)
     pairs = [_sides(_whole(name)) for name in known]
     for name in known:
@@ -255,7 +258,7 @@ def _in_order(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _pooled(less: Stratum, more: Stratum) -> Stratum:
-    """Both, as wide as holds four in five of all of them."""
+    """Return both as one stratum, with a width that contains 80 % of all their errors."""
     members = less.members + more.members
     names = tuple(sorted(less.names + more.names))
     return Stratum(names, _holding(members), members, len({miss.source for miss in members}))
@@ -264,7 +267,7 @@ def _pooled(less: Stratum, more: Stratum) -> Stratum:
 def _width(
     name: str, members: Sequence[Miss], found: Sequence[Miss]
 ) -> tuple[float, tuple[Miss, ...], int]:
-    """The width of a stratum, what was missed in it, and its number of sources."""
+    """Return the width of a stratum, its misses, and its number of sources."""
     n_sources = len({miss.source for miss in members})
     following = members[0].strata[members[0].strata.index(name) :]
     around = following[1] if len(following) > 1 else name
@@ -279,7 +282,7 @@ def _width(
 
 
 def report(law: str, found: Sequence[Miss]) -> tuple[list[str], dict[str, float]]:
-    """(The table of a law's strata as Markdown, widths for efficiency.json)."""
+    """Return the table of a law's strata as Markdown, and the widths for efficiency.json."""
     kept = [s for s in strata(found) if s.names != (ranges.DATA_CENTER,)]
     widths = {name: math.ceil(1e3 * s.width) / 1e3 for s in kept for name in s.names}
     widths[ranges.DATA_CENTER] = FIRST_OF_ITS_KIND[law]

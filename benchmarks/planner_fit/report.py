@@ -1,4 +1,4 @@
-"""How well the laws predict rows they have not seen: errors by what was held back, as Markdown."""
+"""The errors of the laws for unseen rows, by the way of leaving rows out, as Markdown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.planner_fit.rows import RECENT, SUSPECTS, TODAY, Row
 from localllm.planner import efficiency
 
 DEEP = 8192
-_FOLDS = 20  # of files, which are many
+_FOLDS = 20  # of files, because there are many
 SPLITS: tuple[tuple[str, Callable[[Row], object]], ...] = (
     ("file", lambda r: zlib.crc32(repr((r.device, r.engine, r.model, r.quant)).encode()) % _FOLDS),
     ("model", lambda r: r.model),
@@ -60,7 +60,7 @@ DOUBTS
   device, it is not quite unseen.
 - The H200's rows are of this project (llama.cpp of llama-cpp-python 0.3.36, November 2026).
 """.replace("DOUBTS", "\n".join(f"  - {doubt.why}." for doubt in SUSPECTS))
-# The bars: (median, 90th percentile) of |error| in percent, by law and line, held back by device.
+# The bars: (median, 90th percentile) of |error| in percent, by law and line, left out by device.
 BARS = {
     ("decode", ""): (7.5, 21), ("decode", ", recent rows"): (6.5, 18),
     ("decode", f", depth ≥ {DEEP:,}"): (8, 18),
@@ -69,7 +69,7 @@ BARS = {
 
 
 def line(name: str, errors: Iterable[float]) -> str:
-    """One row of a report's table: count, median, 90th percentile and bias, in percent."""
+    """Return one row of a report's table: count, median, 90th percentile and bias, in percent."""
     e = np.array(list(errors))
     if not len(e):
         return f"| {name} | 0 | | | |"
@@ -81,13 +81,13 @@ def line(name: str, errors: Iterable[float]) -> str:
 
 
 def _bar(law: str, label: str) -> str:
-    """The bar of a line, in its name: " (bar 7 / 18)", or nothing."""
+    """Return the bar of a line, for its name: " (bar 7 / 18)", or ""."""
     found = BARS.get((law, label))
     return f" (bar {found[0]:g} / {found[1]:g})" if found else ""
 
 
 def report(law: str, data: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
-    """The errors of every way of holding back, as Markdown; and the widths of ranges for the
+    """Return the errors of every way of leaving out, as Markdown, and the widths of ranges for the
     table."""
     design = Design(law, data)
     counted = np.array([not row.suspect for row in data])
@@ -134,8 +134,8 @@ def report(law: str, data: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
 
 
 def batched_report(single: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
-    """The same for several sequences at once, held back by what the rows of both laws have in
-    common."""
+    """Return the same for several sequences at once, left out by properties that the rows of both
+    laws share."""
     widths: dict[str, float] = {}
     inside: list[str] = []
     out = ["## Decode of several sequences at once", ""]
@@ -153,7 +153,7 @@ def batched_report(single: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
                 for n in sizes
             ]
             lines += [line(f"device, {n} sequences", members) for n, members in chosen]
-            # one machine of a kind: each is judged as one of a kind that nobody measured
+            # One machine of a kind: each is treated as the first measured one of its kind.
             engines = {row.keys[0]: 1 for row in data}
             pairs = zip(data, errors, strict=True)
             missed = [ranges.missed(r, float(e), engines) for r, e in pairs]
@@ -170,13 +170,13 @@ def batched_report(single: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
 
 
 def machines_of(data: Sequence[Row]) -> list[str]:
-    """Names of the devices of `data`, sorted."""
+    """Return the sorted names of the devices of `data`."""
     return sorted({row.device for row in data})
 
 
 def noise(data: Sequence[Row]) -> list[str]:
-    """How far rows of one file on one part at one depth, length and era are from each other: what
-    no law can know."""
+    """Report how much rows of one file on one part at one depth, length and era differ: the error
+    that no law can avoid."""
     groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in data:
         if not row.suspect:
@@ -206,9 +206,9 @@ def noise(data: Sequence[Row]) -> list[str]:
 def floor_errors(
     data: Sequence[Row], unit: Callable[[Row], object], *, n_learnt: int | None = None
 ) -> list[tuple[int, float]]:
-    """(row, error) by the plain two-coefficient fit t = bytes/(η·BW) + t0 per family × engine ×
-    dense/MoE (prefill: FLOPs and units instead). `n_learnt`: only the first so many rows are learnt
-    from."""
+    """Return (row, error) by the simple two-coefficient fit t = bytes/(η·BW) + t0 per family ×
+    engine × dense/MoE (prefill: FLOPs and units instead). `n_learnt`: only the first rows, up to
+    this number, are used for the fit."""
     members: dict[object, list[int]] = defaultdict(list)
     for i, row in enumerate(data):
         members[unit(row)].append(i)
@@ -236,8 +236,8 @@ def _floor_keys(row: Row) -> list[tuple[str, ...]]:
 
 
 def _bytes_time(row: Row) -> float:
-    """Seconds the weights take at the nominal rate: their bytes in decode, their arithmetic in
-    prefill."""
+    """Return the seconds that the weights take at the nominal rate: their bytes in decode, their
+    arithmetic in prefill."""
     named = {name for name, _ in row.parts[0][1]}
     return row.parts[0][0] + (row.parts[1][0] if "eta" in named else 0.0)
 

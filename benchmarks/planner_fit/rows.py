@@ -20,8 +20,7 @@ from localllm_catalog.layers.full import Full
 from localllm_catalog.types import Layer, Model, Variant
 
 DATA = Path(__file__).parent.parent / "data" / "speeds.csv"
-# What an engine was when a row was measured, by its build or date: a prediction is made for the
-# last.
+# The eras of an engine, by its build or date. A prediction is for the last one.
 ERAS = ("2023", "2024", "2025a", "2025b", "2026")
 TODAY = ERAS[-1]
 RECENT = ERAS[-2:]
@@ -35,8 +34,8 @@ class Row:
     """One measurement in the terms of a law: `seconds` of a step of `batch` sequences, or of one
     prompt token.
 
-    `token_s`: what one token's arithmetic takes at the machine's nominal rate. `further`: what the
-    sequences beside the first add, in the terms of their law.
+    `token_s`: the time of one token's arithmetic at the machine's nominal rate. `further`: the
+    addition by sequences after the first, in the terms of their law.
     """
 
     device: str
@@ -57,8 +56,8 @@ class Row:
 
     @property
     def all_keys(self) -> tuple[str, ...]:
-        """Keys of machine and model, and of the age of the engine and of its kernels for this
-        generation of chips where that is not today's."""
+        """Return the keys of machine and model. For an older engine, also those of its age and of
+        its kernels for this generation of chips."""
         if self.era == TODAY:
             return self.keys
         vendor, generation, tier = efficiency.generation(self.device)
@@ -67,8 +66,8 @@ class Row:
 
     @property
     def suspect(self) -> bool:
-        """True for rows that are something else than they are filed as. No fit learns them, no
-        score counts them."""
+        """Return True for rows that differ from their description. Fits do not use them, and scores
+        do not count them."""
         return any(
             self.device in doubt.devices
             and doubt.source in self.source
@@ -83,14 +82,14 @@ class Row:
 
     @property
     def is_prefill(self) -> bool:
-        """True for a row of prompts, False for one of answers."""
+        """Return True for a row of prefill, False for one of decode."""
         return any(name == "matmul" for name, _ in self.parts[0][1])
 
 
 @dataclass(frozen=True)
 class Doubt:
-    """Rows that are not what they are filed as: whose, and why. `prefill_engine`: prompts of that
-    engine alone."""
+    """Rows that differ from their description, with their source and the reason. `prefill_engine`:
+    only prompts of that engine."""
 
     devices: tuple[str, ...]
     source: str
@@ -168,7 +167,7 @@ SUSPECTS = (
 def _dense(
     name: str, layers: int, hidden: int, ff: int, heads: int, kv_heads: int, vocab: int
 ) -> Model:
-    """A plain GQA model that is measured often and not in the catalog."""
+    """A plain GQA model that is often measured but is not in the catalog."""
     dim = hidden // heads if name != "mistral-nemo-12b" else 128
     layer = Layer(Full(n_kv_heads=kv_heads, head_dim_k=dim, head_dim_v=dim))
     return Model(
@@ -191,7 +190,7 @@ EXTRA = {
 
 
 def variant_of(model: Model, quant: str, file_bytes: str, *, mlx: bool) -> Variant | None:
-    """The file a row was measured with: of its size where that is stated."""
+    """Return the file that a row was measured with, with the stated size if there is one."""
     if file_bytes:
         size = int(file_bytes)
     elif mlx:
@@ -210,7 +209,7 @@ def _batch(record: dict[str, str]) -> int:
 
 @cache
 def _bins(device: str, bandwidth_gbps: float) -> tuple[int, ...]:
-    """Units of the bins that an Apple chip of this bandwidth is sold with."""
+    """Return the numbers of units with which an Apple chip of this bandwidth is sold."""
     chip = device.removeprefix("Apple ")
     sold = (
         row for row in parts_table.rows() if row.name == chip or row.name.startswith(f"{chip} (")
@@ -223,8 +222,9 @@ def _bins(device: str, bandwidth_gbps: float) -> tuple[int, ...]:
 
 
 def _units(record: dict[str, str]) -> float:
-    """Compute units as the source has them; where it names the chip alone, the middle of the bins
-    of that bandwidth, which is at most 15 % from either (0 where nothing is known)."""
+    """Return the stated compute units. If the source names only the chip, return the mean of the
+    variants with that bandwidth, which differs from each by at most 15 % (0 if no units are
+    known)."""
     stated = float(record["units"] or 0)
     bins = _bins(record["device"], float(record["bandwidth_gbps"])) if not stated else ()
     return stated or (math.prod(bins) ** (1 / len(bins)) if bins else 0.0)
@@ -238,12 +238,12 @@ def _flops_s(record: dict[str, str]) -> float:
 
 @cache
 def models_by_id() -> dict[str, Model]:
-    """The catalog's models, and those that are measured often and not in it."""
+    """Return the catalog's models, and models that are often measured but not in the catalog."""
     return {m.id: m for m in catalog.load().models} | EXTRA
 
 
 def parameter_count(model: Model) -> int:
-    """Parameters that one token is multiplied with."""
+    """Return the parameters that one token is multiplied with."""
     size = shapes.estimate_gguf_bytes(model, "Q8_0")
     return _active(model, Variant("gguf", "Q8_0", "", (), size))
 
@@ -254,7 +254,7 @@ def _active(model: Model, variant: Variant) -> int:
 
 
 def _era(record: dict[str, str], model: Model) -> str:
-    """The age of the engine: as it is filed, but no engine ran a model before that was there."""
+    """Return the era of the engine: the recorded one, but not before the model's release."""
     date = re.match(r"(\d{4})(?:-(\d\d))?", model.release_date)
     if date is None:
         return record["era"]
@@ -330,18 +330,19 @@ def _decode_parts(
 
 
 def _prompt(record: dict[str, str]) -> tuple[int, int]:
-    """(tokens of a prompt, tokens before it)."""
+    """Return the tokens of a prompt, and the tokens before it."""
     length = re.match(r"pp(\d+)", record["test"])
     tokens = int(length.group(1)) if length else 2048
     depth = int(float(record["depth"] or 0))
-    # a whole prompt of that length, where llama-bench's are a chunk after it
+    # a whole prompt of that length; for llama-bench it is a chunk after the depth
     if record["test"] == "prefill" and depth:
         return depth, 0
     return tokens, depth
 
 
 def _mean_depth(record: dict[str, str]) -> int:
-    """Context of a row in tokens, as the planner counts it for a range: of a prompt, at its middle."""
+    """Return the context of a row in tokens, as the planner's ranges count it: the middle of a
+    prompt."""
     if _is_decode(record):
         return int(float(record["depth"] or 0))
     tokens, depth = _prompt(record)
@@ -372,9 +373,9 @@ def _prefill_parts(
 
 
 def rows(law: str, *, batched: bool = False) -> list[Row]:
-    """Every single-sequence row of `law` ("decode" or "prefill") the catalog knows the model of.
-    `batched`: those of several sequences instead, seconds per step (llama-batched-bench's: the
-    others count the prompts' time too)."""
+    """Return every single-sequence row of `law` ("decode" or "prefill") whose model is known.
+    `batched`: return those of several sequences instead, with seconds per step (only
+    llama-batched-bench's, because others include the time of the prompts)."""
     models = models_by_id()
     found = []
     with DATA.open(newline="") as f:
