@@ -1,4 +1,4 @@
-"""`make bench`: says which measurements there are; `make bench ARGS=engine_overhead` runs one."""
+"""List all benchmarks (`make bench`), or run one of them (`make bench ARGS=engine_overhead`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import sys
 from pathlib import Path
 
-# What others are made of, and no bench of its own.
+# Modules that other benchmarks use.
 _PARTS = {
     *("__init__", "__main__", "models", "processes", "rounds"),
     *(
@@ -23,7 +23,7 @@ _PARTS = {
 
 
 def main() -> None:
-    """Run the named benchmark with the rest of the arguments, or list them all with their first
+    """Run the named benchmark with the remaining arguments, or list all of them with their first
     line."""
     folder = Path(__file__).parent
     files = {p.stem: p for p in folder.glob("*.py") if p.stem not in _PARTS}

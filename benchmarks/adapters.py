@@ -1,13 +1,13 @@
-"""LoRA adapters over one copy of the weights: memory, equal texts, and the speed of two sets in turn.
+"""LoRA adapters over one copy of the weights: memory, equal texts, and the speed of two sets.
 
     python -m benchmarks adapters [--threads N] [--rounds N]
 
-SmolLM2-135M with random adapters of rank 2, the share of its width that rank 16 is of 4,096. Times
-are processor time of this process, so other programs do not count. The ratio of speed is the median
-of rounds that measure both sides one after the other.
+SmolLM2-135M with random adapters of rank 2, which is the share of its width that rank 16 is of
+4,096. Times are processor time of this process, so other programs do not count. The ratio of speed
+is the median of rounds that measure both sides one after the other.
 
-A step holds requests of one set, so two sets need two steps of 2 rows in place of one of 4. The
-ceiling of the ratio is what plain steps without adapters cost by their rows.
+A step contains requests of one set, so two sets need two steps of 2 rows instead of one of 4. The
+highest possible ratio is the cost of steps without adapters with as many rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Chosen = tuple[tuple[int, float], ...]
 
 
 def adapters_in(folder: Path) -> list[Path]:
-    """Eight adapters with other numbers each."""
+    """Write eight adapters with different numbers."""
     first = tiny_lora.write(folder / "0.gguf", smollm2(), rank=2)
     files = [first]
     for seed in range(1, 8):
@@ -50,7 +50,7 @@ def adapters_in(folder: Path) -> list[Path]:
 
 
 def engine_with(files: Sequence[Path], threads: int, scale: float = 0.0) -> Engine:
-    """An engine with these adapters over one copy of the weights."""
+    """Return an engine with these adapters over one copy of the weights."""
     adapters = tuple(LoraAdapter(str(file), scale) for file in files)
     spec = LoadSpec(
         str(smollm2()), n_ctx=2048, n_seq_max=8, n_batch=256, n_threads=threads, adapters=adapters
@@ -59,8 +59,8 @@ def engine_with(files: Sequence[Path], threads: int, scale: float = 0.0) -> Engi
 
 
 def answers(engine: Engine, sets: Sequence[Chosen | None]) -> tuple[list[list[int]], float]:
-    """The tokens of one stream for each of `sets`, all at the same time, and the processor seconds
-    from the first token of the last stream to the end."""
+    """Run one stream for each of `sets`, all at the same time. Return their tokens, and the
+    processor seconds from the first token of the last stream to the end."""
     found: dict[str, list[int]] = {str(i): [] for i in range(len(sets))}
     generation = Generation(Sampling(temperature=0.0), N_TOKENS, ignore_eos=True)
     for i, chosen in enumerate(sets):
@@ -80,7 +80,7 @@ def answers(engine: Engine, sets: Sequence[Chosen | None]) -> tuple[list[list[in
 
 
 def speed_ratio(engine: Engine, rounds: int) -> tuple[float, float]:
-    """The tokens/s of 4 streams on 2 sets ÷ on one set, and seconds of a switch."""
+    """Return the tokens/s of 4 streams on 2 sets ÷ on one set, and the seconds of a switch."""
     one: list[Chosen] = [((0, 1.0),)] * N_STREAMS
     two: list[Chosen] = [((i % 2, 1.0),) for i in range(N_STREAMS)]
     ratios = []
@@ -91,7 +91,7 @@ def speed_ratio(engine: Engine, rounds: int) -> tuple[float, float]:
 
 
 def ceiling(threads: int, rounds: int) -> float:
-    """The cost of a plain step of 4 rows ÷ that of two steps of 2 rows."""
+    """Return the cost of a plain step of 4 rows ÷ that of two steps of 2 rows."""
     spec = LoadSpec(str(smollm2()), n_ctx=2048, n_seq_max=N_STREAMS, n_threads=threads)
     backend = backend_type.load(spec)
     sequences = [backend.new_sequence() for _ in range(N_STREAMS)]
@@ -108,7 +108,7 @@ def ceiling(threads: int, rounds: int) -> float:
 
 
 def main() -> None:
-    """Print the figures of 2, 4 and 8 adapters."""
+    """Print the figures for 2, 4 and 8 adapters."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--threads", type=int, default=0)
     options.add_argument("--rounds", type=int, default=5)

@@ -1,10 +1,10 @@
-"""How long another key waits while one key does everything that it may do.
+"""How long a key's requests wait while another key uses the server as much as it can.
 
     python -m benchmarks.another_key [--rounds 5] [--only NAME …] [--model FILE]
 
-One key does one of twelve things again and again, from eight threads. Another key asks short
-questions: its first token, alone and then meanwhile. Bar: 2 times as long as alone, and 0.2 s more,
-on a machine that does nothing else. Five rounds of all twelve take about three minutes.
+The busy key repeats one of twelve actions from eight threads. The other key asks short questions,
+and the time to its first token is measured, alone and meanwhile. Bar: 2 times as long as alone,
+plus 0.2 s, on a machine without other load. Five rounds of all twelve take about three minutes.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ BEHAVIOURS: dict[str, Behaviour] = {
 
 
 def _repeat(name: str, port: int, first: int) -> None:
-    """Do one of the things again and again. Refusals and cut answers are no error."""
+    """Repeat one action. Rejected requests and truncated answers are not errors."""
     client = Client(port, "")
     for n in itertools.count(first, _THREADS):
         with suppress(OSError, http.client.HTTPException):
@@ -118,7 +118,7 @@ def _repeat(name: str, port: int, first: int) -> None:
 
 
 def _be_busy(name: str, port: int) -> None:
-    """The work of the busy key's process."""
+    """Run the busy key's actions in its process."""
     threads = [threading.Thread(target=_repeat, args=(name, port, i)) for i in range(_THREADS)]
     for thread in threads:
         thread.start()
@@ -126,8 +126,8 @@ def _be_busy(name: str, port: int) -> None:
 
 @contextmanager
 def _doing(name: str, port: int) -> Iterator[None]:
-    """Do one of the things while the block runs, in a process of its own: making texts of 6 MB would
-    hold the interpreter that measures."""
+    """Repeat one action while the block runs. It runs in a separate process, because creating texts
+    of 6 MB would block the interpreter that measures."""
     busy = multiprocessing.get_context("spawn").Process(target=_be_busy, args=(name, port))
     busy.start()
     time.sleep(_SETTLE_S)
@@ -179,7 +179,7 @@ def main() -> None:
                 with _doing(name, port):
                     waited = _first_tokens(server, options.rounds, seeds)
                 _tell(name, alone_s, waited)
-                # Until the streams that were kept for their clients have ended.
+                # Wait until the streams that the server kept for their clients have ended.
                 time.sleep(_SETTLE_S)
 
 

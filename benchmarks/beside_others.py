@@ -1,15 +1,17 @@
-"""Decode while other programs want the processors: ours giving way (the default), ours with fixed
-threads, llama-server.
+"""Decode while other programs use the processors.
 
     python -m benchmarks.beside_others [--model FILE] [--rounds 5] [--llama-server PROGRAM |
     --without-peer]
 
-alone        one stream, nothing else
-neighbour    one stream beside a program that keeps one processor busy
-two models   two servers of the same kind write at the same time: tokens of both together
-four         four streams beside the same program
+Compared are localllm as it is (it yields to other programs), localllm with fixed threads, and
+llama-server.
 
-Everybody in turn, round by round; medians with the smallest and the largest round.
+alone        one stream, no other load
+neighbour    one stream, and a program that keeps one processor busy
+two models   two servers of the same kind decode at the same time: tokens of both together
+four         four streams, and the same program
+
+All servers take turns in each round. The table has medians, and the smallest and largest round.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ from localllm.bench.scenarios import user
 from localllm.bench.stream import BenchTarget, free_port
 
 _TOKENS = 160
-# Until what a server does by itself after loading is over.
+# Wait until the server's own work after loading is over.
 _SETTLE_S = 15.0
 _seeds = count()
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Two servers alike."""
+    """Two servers of the same kind."""
 
     name: str
     servers: tuple[Server, Server]
@@ -71,7 +73,7 @@ def _neighbour() -> Iterator[None]:
 
 
 def _together(targets: list[BenchTarget]) -> float:
-    """Tokens per second of all of them."""
+    """Return the tokens per second of all targets together."""
     begun = time.perf_counter()
     with ThreadPoolExecutor(len(targets)) as pool:
         asked = [
@@ -84,7 +86,7 @@ def _together(targets: list[BenchTarget]) -> float:
 
 
 def measure(kind: Kind) -> dict[str, float]:
-    """One round."""
+    """Measure one round."""
     one, other = (server.target for server in kind.servers)
     found = {"alone": _together([one]), "two models": _together([one, other])}
     with _neighbour():

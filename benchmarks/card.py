@@ -1,19 +1,20 @@
-"""A real card: what the product does on it, stage by stage, beside llama-server of the same release.
+"""A real card: the product on it, stage by stage, compared with llama-server of the same release.
 
     python -m benchmarks card [STAGE[=SECONDS] …] [--model FILE|SHAPE] [--json FILE]
                               [--llama-server PROGRAM] [--rounds 1] [--scenarios eight,burst,…]
 
-newcomer   what somebody sees who just installed: device, doctor, recommend, setup --dry-run
-sizes      the model planned, loaded, read and written with, as predicted and as measured
-serving    over HTTP, beside llama-server where that is at hand
-restart    the first token of a known conversation on a server that was started anew
+newcomer   the first commands after an installation: device, doctor, recommend, setup --dry-run
+sizes      plan, load and run the model, with predicted and measured figures
+serving    over HTTP, compared with llama-server if it is available
+restart    the first token of a known conversation after the server was restarted
 doctor     localllm doctor --accelerator
 tests      the tests of backends and exactness on this card
 
-Without a STAGE all of them run. Each is a process of its own, which is ended with all that it
-started after its seconds; what it has said by then stands. Every figure is one line of JSON, and a
-table at the end has them all. SHAPE is a name of `real_size --list`: a file of the real shape with
-random weights, made in the cache. Drafts are off, since random text repeats itself.
+Without a STAGE all of them run. Each stage is a separate process. After its seconds it is ended
+with all its children, and the figures until then count. Every figure is one line of JSON, and a
+table at the end lists them all. SHAPE is a name of `real_size --list`: a file of the real shape
+with random weights, written to the cache. Drafts are off, because random text repeats itself.
+
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from localllm.bench.against import ScenarioResult
 ROOT = Path(__file__).parent.parent
 _SERVING = "single,eight,burst,stall,warm,known"
 _NEWCOMER = ("--version", "device", "doctor", "recommend", "setup --dry-run")
-# Streams that the servers are started with: as many as "burst" asks for.
+# The streams that the servers are started with: as many as "burst" needs.
 _STREAMS = 32
 _TESTS = (
     "tests/backends", "tests/engine/test_kv_types.py", "tests/engine/test_exactness.py",
@@ -52,7 +53,7 @@ Figure = dict[str, Any]
 
 
 def newcomer(_: argparse.Namespace) -> Iterator[Figure]:
-    """Seconds and exit code of each command."""
+    """Yield the seconds and the exit code of each command."""
     for words in _NEWCOMER:
         begun = time.perf_counter()
         done = _ours(*words.split())
@@ -60,7 +61,7 @@ def newcomer(_: argparse.Namespace) -> Iterator[Figure]:
 
 
 def sizes(options: argparse.Namespace) -> Iterator[Figure]:
-    """What `real_size` finds of the model in a process of its own."""
+    """Yield the figures of `real_size` for the model, from a separate process."""
     from benchmarks.real_size import in_a_process
 
     path = _model(options.model)
@@ -81,17 +82,17 @@ def sizes(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def serving(options: argparse.Namespace) -> Iterator[Figure]:
-    """The scenarios on our server and on llama-server, in turn."""
+    """Run the scenarios on our server and on llama-server in turn."""
     yield from _scenarios(options, options.scenarios)
 
 
 def restart(options: argparse.Namespace) -> Iterator[Figure]:
-    """What is known after a restart, and how fast a server is there."""
+    """Measure the reuse after a restart, and the time until a server is ready."""
     yield from _scenarios(options, "fresh,restart")
 
 
 def doctor(_: argparse.Namespace) -> Iterator[Figure]:
-    """Each check with its noise and seconds."""
+    """Yield each check with its noise and seconds."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.txt"
         done = _ours("doctor", "--accelerator", "--report", str(report))
@@ -106,7 +107,7 @@ def doctor(_: argparse.Namespace) -> Iterator[Figure]:
 
 
 def tests(_: argparse.Namespace) -> Iterator[Figure]:
-    """How many passed, and the names of those that did not."""
+    """Yield the number of tests that passed, and the names of those that failed."""
     there = [path for path in _TESTS if (ROOT / path).exists()]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *there]
     done = subprocess.run(
@@ -123,8 +124,8 @@ def tests(_: argparse.Namespace) -> Iterator[Figure]:
     yield _figure("tests passed", int(counts.get("passed", 0)), "", exit=done.returncode, said=last)
 
 
-# Stages in their order, with the seconds each may take: together a quarter of an hour at most, and
-# five minutes on a card of 24 GB and more.
+# Stages in their order, each with its limit in seconds. Together they take at most 15 minutes, and
+# 5 on a card of 24 GB or more.
 STAGES: dict[str, tuple[float, Callable[[argparse.Namespace], Iterator[Figure]]]] = {
     "newcomer": (60, newcomer),
     "sizes": (90, sizes),
@@ -148,7 +149,7 @@ def _ours(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _model(name: str) -> Path:
-    """The file of that name, or one of that shape."""
+    """Return the file of that name, or a file of that shape."""
     if not name:
         return smollm2()
     if name.endswith(".gguf"):
@@ -171,7 +172,7 @@ def _scenarios(options: argparse.Namespace, names: str) -> Iterator[Figure]:
         with running(gguf(wanted).servers) as servers:
             for server in servers:
                 yield _figure("start → ready", server.ready_s, "s", who=server.name)
-            # One by one: what is told stands when the stage is ended.
+            # One by one, so that figures already printed remain if the stage is ended.
             for name in against.chosen(names, ProcessScenarios.means):
                 yield from _told(put_through(servers, [name], options.rounds))
 
@@ -187,7 +188,8 @@ def _told(found: ScenarioResult) -> Iterator[Figure]:
 
 
 def run_stage(name: str, limit_s: float, arguments: list[str]) -> Iterator[Figure]:
-    """The figures of a stage as they come; it is ended with all its children after `limit_s`."""
+    """Yield the figures of a stage as they arrive, and end it with all its children after
+    `limit_s`."""
     begun = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.card", "--here", name, *arguments],
@@ -225,7 +227,7 @@ def run_stage(name: str, limit_s: float, arguments: list[str]) -> Iterator[Figur
 
 
 def table(figures: list[Figure]) -> list[str]:
-    """All figures in columns; servers of one measurement in one line."""
+    """Return all figures in columns, with the servers of one measurement on one line."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for figure in figures:
         row = rows.setdefault((figure["stage"], figure["what"], figure.get("unit", "")), [])
@@ -262,7 +264,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Run the stages, print each figure as it comes and the table at the end."""
+    """Run the stages, print each figure as it arrives, and print the table at the end."""
     options = _parser().parse_args()
     if options.here:
         with empty_home():

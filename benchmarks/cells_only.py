@@ -1,4 +1,4 @@
-"""A backend that computes nothing: what the traces' engine runs on, which counts cells and bytes."""
+"""A backend without computation for the engine of the traces. It counts cells and bytes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ class _Same(StepResult):
         self._rows = [np.repeat(row[None], n, 0) for n in n_rows]
 
     def argmax(self, chunk: int) -> list[int]:
-        """Always the same token."""
+        """Return the same token for each row."""
         return [7] * len(self._rows[chunk])
 
     def logits(self, chunk: int) -> NDArray[np.float32]:
-        """Always the same row."""
+        """Return the same row for each chunk."""
         return self._rows[chunk]
 
 
 class CellsOnly(Backend):
-    """A backend that computes nothing: it counts cells, and exports each token as so many bytes."""
+    """A backend without computation. It counts cells, and exports each token with a fixed number of
+    bytes."""
 
     def __init__(self, n_ctx: int) -> None:
         self.capabilities = Capabilities("any", 0, shares_cells=True, segments=True, unified=True)
@@ -56,23 +57,23 @@ class CellsOnly(Backend):
         self.computed_tokens = 0
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
-        """Its bytes."""
+        """Return the text's bytes as tokens."""
         return list(text.encode())
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """Nothing it would say."""
+        """Return an empty text."""
         return ""
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """All alike."""
+        """Return the same byte for every token."""
         return b"a"
 
     def is_control(self, token: int) -> bool:
-        """None is."""
+        """Return False for every token."""
         return False
 
     def new_sequence(self) -> int:
-        """One more; NoCellsError where all are in use."""
+        """Add a sequence. Raises NoCellsError if all are in use."""
         if len(self._lines) >= self.info.n_seq_max:
             raise NoCellsError("all sequences are in use")
         self._next += 1
@@ -80,7 +81,7 @@ class CellsOnly(Backend):
         return self._next
 
     def fork(self, source: int, n_tokens: int) -> int:
-        """One that shares the first `n_tokens` cells."""
+        """Add a sequence that shares the first `n_tokens` cells."""
         target = self.new_sequence()
         self._lines[target] = self._lines[source][:n_tokens]
         self._cells[target] = self._cells[source][:n_tokens]
@@ -89,7 +90,7 @@ class CellsOnly(Backend):
         return target
 
     def truncate(self, sequence: int, n_tokens: int) -> None:
-        """Let go of the rest."""
+        """Release the cells after `n_tokens`."""
         for cell in self._cells[sequence][n_tokens:]:
             self._users[cell] -= 1
             if not self._users[cell]:
@@ -97,20 +98,20 @@ class CellsOnly(Backend):
         del self._lines[sequence][n_tokens:], self._cells[sequence][n_tokens:]
 
     def can_rewind(self, sequence: int, n_tokens: int) -> bool:
-        """Anywhere."""
+        """Return True: every position is possible."""
         return True
 
     def drop(self, sequence: int) -> None:
-        """Let go of all of it."""
+        """Release the sequence and all its cells."""
         self.truncate(sequence, 0)
         del self._lines[sequence], self._cells[sequence]
 
     def length(self, sequence: int) -> int:
-        """Tokens held."""
+        """Return the number of stored tokens."""
         return len(self._lines[sequence])
 
     def cells_free(self) -> int:
-        """What no sequence has."""
+        """Return the number of cells that no sequence uses."""
         return self.info.n_ctx - len(self._users)
 
     def _take(self, sequence: int, tokens: Sequence[int]) -> None:
@@ -123,14 +124,14 @@ class CellsOnly(Backend):
         self._users.update(dict.fromkeys(cells, 1))
 
     def step(self, chunks: Sequence[Chunk]) -> StepResult:
-        """Nothing is computed."""
+        """Store the tokens without computing."""
         for chunk in chunks:
             self._take(chunk.sequence, list(chunk.tokens))
             self.computed_tokens += len(chunk.tokens)
         return _Same([min(chunk.outputs, len(chunk.tokens)) for chunk in chunks])
 
     def export_range(self, sequence: int, start: int, stop: int) -> bytes:
-        """Where it starts, and its tokens."""
+        """Export the start position and the tokens."""
         line = self._lines[sequence]
         if not 0 <= start < stop <= len(line):
             raise BackendFailure("can't export that range")
@@ -140,7 +141,7 @@ class CellsOnly(Backend):
         return rows.tobytes()
 
     def import_range(self, sequence: int, data: bytes | memoryview, start: int, stop: int) -> None:
-        """They must follow what is held."""
+        """Import tokens, which must continue the stored ones."""
         rows = np.frombuffer(data, dtype=np.int32).reshape(-1, SCALED_TOKEN_BYTES // 4)
         first = int(rows[0, 1])
         if not first <= start < stop <= first + len(rows) or len(self._lines[sequence]) != start:
@@ -148,15 +149,15 @@ class CellsOnly(Backend):
         self._take(sequence, rows[start - first : stop - first, 0].tolist())
 
     def memory(self) -> MemoryReport:
-        """None."""
+        """Return a report without memory."""
         return MemoryReport(0, 0, 0, 0, 0)
 
     def check_integrity(self) -> None:
-        """Every cell has a user."""
+        """Check that every cell has a user."""
         held = {cell for cells in self._cells.values() for cell in cells}
         assert held == set(self._users)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Remove all sequences."""
         self._lines.clear()
         self._cells.clear()

@@ -1,16 +1,16 @@
-"""The chat: a key's echo alone and beside eight streams (bar: p95 30 ms), first paint, 2,000 turns
-opened, keys while it plans.
+"""The chat: echo of a key, alone and with eight streams (bar: p95 30 ms), and first paint.
 
 python -m benchmarks.chat [--rounds 6] [--streams 8] [--every 0.12] [--starts 5]
 
-A server of ours decodes for the streams, which are read in a process of their own; the chat asks
-that server and runs in a pseudo terminal. A key's time ends when the terminal is sent its letter.
-All of it shares this machine's cores: the chat has to get one while the engine's threads hold them,
-as it has to at home.
+A server of ours decodes for the streams, and a separate process reads them. The chat uses that
+server and runs in a pseudo terminal. A key's time ends when the terminal receives its letter. All
+processes share this machine's cores. The chat must get a core while the engine's threads use them,
+as on a user's machine.
 
-A start is timed in a pseudo terminal until the input's hints are drawn, with the starter model
-behind. While planning runs, what a key would wait is the longest time in which the chat's loop did
-not come round. The load is told beside them.
+A start is timed in a pseudo terminal until the input's hints are drawn, with the starter model.
+Then a conversation of 2,000 turns is opened. While models are planned, the delay of a key is the
+longest time in which the chat's event loop did not run. The load of the machine is printed too.
+
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ BAR_MS = 30.0
 FIRST_PAINT_S, OPEN_S, HELD_S = 0.6, 1.0, 0.05
 TURNS = 2_000
 _LOOK_S, _IDLE_S = 0.002, 3.0
-# None of them is in what the chat shows otherwise, and none is part of a control sequence.
+# Letters that the chat does not show otherwise, and that are not part of a control sequence.
 LETTERS = "αβγδεζηθικλμνξοπρστυφχψω"
 CLEAR = b"\x15"  # Ctrl+U
 _QUIET_S = 0.5
@@ -62,7 +62,7 @@ _ROWS, _COLUMNS = 40, 120
 
 
 class Terminal:
-    """A pseudo terminal and the program in it."""
+    """A pseudo terminal with a program."""
 
     def __init__(self, command: list[str], folder: Path) -> None:
         self._master, slave = pty.openpty()
@@ -84,7 +84,7 @@ class Terminal:
         os.write(self._master, keys)
 
     def wait_for(self, shown: str) -> float:
-        """Read until `shown` comes; by perf_counter when it did. Raises TimeoutError."""
+        """Read until `shown` appears, and return its time by perf_counter. Raises TimeoutError."""
         end_s, read = time.perf_counter() + _LONGEST_S, b""
         while shown.encode() not in read:
             if not select.select([self._master], [], [], max(0.0, end_s - time.perf_counter()))[0]:
@@ -93,7 +93,7 @@ class Terminal:
         return time.perf_counter()
 
     def drain(self, seconds: float) -> None:
-        """Read whatever comes, for `seconds`."""
+        """Read all output for `seconds`."""
         end_s = time.perf_counter() + seconds
         while (left_s := end_s - time.perf_counter()) > 0:
             if select.select([self._master], [], [], left_s)[0]:
@@ -108,15 +108,15 @@ class Terminal:
     def close(self) -> None:
         """End the program."""
         self._process.terminate()
-        with contextlib.suppress(OSError):  # its side of the terminal may be gone
+        with contextlib.suppress(OSError):  # its end of the terminal may be closed
             self.drain(_QUIET_S)
         self._process.wait()
         os.close(self._master)
 
 
 def echoes_ms(terminal: Terminal, every_s: float) -> list[float]:
-    """Type each letter once, one every so many seconds; what each took. The input is empty again
-    when it returns."""
+    """Type each letter once, with pauses of `every_s` seconds, and return the time of each. The
+    input is empty again afterwards."""
     took: list[float] = []
     for letter in LETTERS:
         begun_s = time.perf_counter()
@@ -155,8 +155,8 @@ async def _stream_all(url: str, streams: int, all_decode: Event, pieces: Synchro
 
 @contextlib.contextmanager
 def decoding(url: str, streams: int) -> Iterator[Synchronized[int]]:
-    """So many streams, all of them past their prompts when the block begins; how many pieces of
-    text they have got."""
+    """Run `streams` streams, all past their prompts when the block begins. Yields the number of
+    text events that they received."""
     apart = multiprocessing.get_context("spawn")
     all_decode, pieces = apart.Event(), apart.Value("q", 0)
     process = apart.Process(target=_stream, args=(url, streams, all_decode, pieces))
@@ -171,7 +171,7 @@ def decoding(url: str, streams: int) -> Iterator[Synchronized[int]]:
 
 
 def _measure(url: str, folder: Path, given: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """(times alone, times beside the streams), by turns."""
+    """Return the times alone and the times with the streams, measured in turns."""
     terminal = Terminal([sys.executable, "-m", "localllm", "chat", "--url", url], folder)
     alone, beside = [], []
     try:
@@ -194,7 +194,7 @@ def _measure(url: str, folder: Path, given: argparse.Namespace) -> tuple[list[fl
 
 
 def first_paint_s(folder: Path) -> float:
-    """From the start of the program to its hints on the screen."""
+    """Return the seconds from the program's start until its hints are on the screen."""
     begun_s = time.perf_counter()
     terminal = Terminal(
         [sys.executable, "-m", "localllm", "chat", "-m", "smollm2-135m-instruct"], folder
@@ -206,8 +206,8 @@ def first_paint_s(folder: Path) -> float:
 
 
 async def open_and_plan(folder: Path) -> tuple[float, float, float]:
-    """(seconds until a conversation of 2,000 turns is on screen, the longest time without the loop
-    while models are planned, and while nothing is done)."""
+    """Return the seconds until a conversation of 2,000 turns is on screen, and the longest time
+    without the event loop while models are planned, and while the chat is idle."""
     desk = PlanningProcess(offline=True)
     with History(folder / "conversations.db") as history:
         conv = history.create("long", "none")
@@ -237,8 +237,8 @@ async def open_and_plan(folder: Path) -> tuple[float, float, float]:
 async def longest_s(
     beside: asyncio.Task[Any], clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """The longest time in which the loop did not come round while `beside` was done. With the clock
-    `time.thread_time` it is processor time, which other programs do not lengthen."""
+    """Return the longest time in which the event loop did not run until `beside` was done. With the
+    clock `time.thread_time` it is processor time, which other programs do not lengthen."""
     waited_s = _LOOK_S if clock is time.perf_counter else 0.0
     longest, last_s = 0.0, clock()
     while not beside.done():
@@ -250,7 +250,7 @@ async def longest_s(
 
 
 def main() -> None:
-    """Measure, print, and exit with 1 where a bar was missed."""
+    """Measure, print, and exit with 1 if a bar is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

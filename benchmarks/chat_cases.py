@@ -1,13 +1,15 @@
-"""llama.cpp's own cases of reading an answer, through the path on which our server reads one.
+"""llama.cpp's own cases for parsing an answer, run through the parser of our server.
 
-The cases are other people's and are not in this repository: name a llama.cpp source tree in
-LOCALLLM_LLAMA_CPP_SOURCE. Each is asked of the server's own plan of an answer (its template, tools
-and wishes), and what the model wrote is read whole, letter by letter, and cut at every letter.
+The cases are not in this repository: set LOCALLLM_LLAMA_CPP_SOURCE to a llama.cpp source tree. Each
+case uses the server's own plan of an answer (template, tools and options). The model's text is
+parsed in one piece, character by character, and truncated at every character.
 
-Said in our words: reasoning is always apart, so a case that wants it left in the answer is compared
-with both put together; a continued answer is what comes, without what the client sent; a call that
-is cut off is none, so a case of half a reply may lack its last call. Ids are ours. A required call
-is read here as a free one: the server writes its beginning itself.
+Some differences are deliberate. Reasoning is always separate, so if a case keeps it in the answer,
+both are joined before the comparison. A continued answer contains only the new text, without the
+text that the client sent. A truncated call is not a call, so a case of a partial reply may lack its
+last call. Ids are ours. A required call is parsed like an optional one: the server writes its
+beginning itself.
+
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ from localllm.conversation.tools.prompt import Choice, checked
 from localllm.errors import LocalLLMError
 from localllm.server.generation.prompt import ResponseOptions, build_prompt
 
-# The catalog's family of a template's file name, by how that begins; templates of no family of ours
-# are not named.
+# The catalog's family for each beginning of a template's file name. Templates of other families are
+# not listed.
 FAMILIES = {
     "ByteDance-Seed-OSS": "seed",
     "GLM-": "glm",
@@ -67,14 +69,14 @@ FAMILIES = {
     "poolside-Laguna": "laguna",
     "unsloth-mistral-Devstral": "mistral",
 }
-# What no answer may hold: a tag of calls or reasoning, or a control token.
+# Text that no answer may contain: tags of calls or reasoning, or control tokens.
 _TAG = re.compile(
     r"<\|[^|<>\s]{2,40}\|>|</?(?:tool_call|think|function|parameter|arg_key|arg_value)\b[^<>]{0,40}>|\[/?THINK\]"
 )
-# Two letters of a marker at a cut answer's end may be an operator of somebody's language ("<|"),
-# and are shown.
+# Two characters of a marker at the end of a truncated answer may be an operator of a programming
+# language ("<|"), and are shown.
 _BRACKETS = 2
-# What llama.cpp's cases say, or leave unsaid, where reasoning stays in the answer.
+# The value in llama.cpp's cases, also the default, that keeps reasoning in the answer.
 _LEFT_IN = "COMMON_REASONING_FORMAT_NONE"
 _USER = {"role": "user", "content": "Hey there!"}
 Calls = list[tuple[str, str]]
@@ -82,20 +84,20 @@ Calls = list[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What an answer says: its text, its reasoning, and calls with arguments as JSON text."""
+    """A parsed answer: text, reasoning, and calls with their arguments as JSON text."""
 
     content: str
     reasoning: str
     calls: Calls
 
     def said(self) -> tuple[str, str, list[Any]]:
-        """By meaning: ends of texts do not count, arguments are values."""
+        """Return a form for comparison, with stripped texts and arguments as values."""
         return self.content.strip(), self.reasoning.strip(), [(n, _value(a)) for n, a in self.calls]
 
 
 @dataclass(slots=True)
 class Result:
-    """How a case went: what failed, in words, and what was read."""
+    """The result of a case: its faults in words, and the parsed answer."""
 
     case: Case
     faults: list[str] = field(default_factory=list)
@@ -103,18 +105,18 @@ class Result:
 
     @property
     def family(self) -> str | None:
-        """The catalog's family of the case's template, if it has one."""
+        """Return the catalog's family of the case's template, or None."""
         stem = Path(self.case.template).stem
         return next((family for begin, family in FAMILIES.items() if stem.startswith(begin)), None)
 
 
 def found_in(source: Path) -> Found:
-    """The cases of a llama.cpp source tree."""
+    """Return the cases of a llama.cpp source tree."""
     return read_cases(source / "tests" / "test-chat.cpp")
 
 
 def run(case: Case, source: Path) -> Result:
-    """Read a case's answer in every way."""
+    """Parse a case's answer in every way."""
     result = Result(case)
     try:
         reply = _plan(case, source)
@@ -139,9 +141,8 @@ def run(case: Case, source: Path) -> Result:
 
 
 def read(reply: ReplyFormat, pieces: Sequence[str], cut: bool = False) -> Reading:
-    """What a served request's client is told of an answer that comes in `pieces`; of a `cut` one
-    without a call that is not whole, which the server leaves out of an answer (and marks in a
-    stream)."""
+    """Parse an answer that arrives in `pieces`, as the server does for its client. If it is `cut`,
+    omit an incomplete last call, as the server does (in a stream it marks such a call)."""
     parser = ReplyParser(reply)
     deltas: list[Delta] = [d for piece in pieces for d in parser.feed(piece)] + parser.close(cut)
     calls: Calls = []
@@ -182,7 +183,7 @@ def _template(path: Path) -> ChatTemplate:
 def _messages(case: Case, template: ChatTemplate) -> list[dict[str, Any]]:
     sent = [_sent(m) for m in case.settings.get("messages", ())] or [_USER]
     if case.settings.get("continue_final_message") == "COMMON_CHAT_CONTINUATION_REASONING":
-        # A client of ours goes on with a thought by opening it in the answer's own text.
+        # A client of ours continues a thought by opening it in the answer's own text.
         plain = asyncio.run(
             build_prompt(template, normalise([_USER]), ResponseOptions())
         ).answer.reply
@@ -192,7 +193,7 @@ def _messages(case: Case, template: ChatTemplate) -> list[dict[str, Any]]:
 
 
 def _sent(message: dict[str, Any]) -> dict[str, Any]:
-    """One of the file's messages as a client sends it."""
+    """Return one of the file's messages as a client sends it."""
     sent = {
         k: v
         for k, v in message.items()
@@ -206,8 +207,8 @@ def _sent(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wanted(case: Case, reply: ReplyFormat) -> Iterator[Reading]:
-    """What the case expects, and the same with the reasoning apart where it wants that left in the
-    answer."""
+    """Yield the reading that the case expects, and, if it keeps reasoning in the answer, the same
+    with separate reasoning."""
     content, reasoning = case.content, case.reasoning
     if "continue_final_message" in case.settings:
         begun = case.settings["messages"][-1]
@@ -232,7 +233,7 @@ def _agree(got: Reading, wanted: Reading, partial: bool) -> bool:
 
 
 def _cut_fault(part: Reading, whole: Reading) -> str | None:
-    """What is wrong with what a cut answer says, given what the whole one does."""
+    """Return the fault of a truncated answer, compared with the complete one, or None."""
     if part.said()[2] != whole.said()[2][: len(part.calls)]:
         return f"the call {part.calls[-1]}"
     for ours, all_ in ((part.content, whole.content), (part.reasoning, whole.reasoning)):
@@ -249,7 +250,8 @@ def _value(text: str) -> Any:
 
 
 def report(results: Sequence[Result]) -> str:
-    """Counts by template, those of the catalog's families first, and every case that fails."""
+    """Return counts by template, those of the catalog's families first, and every case that
+    fails."""
     lines: list[str] = []
     for title, of_catalog in (("families in the catalog", True), ("others", False)):
         chosen = [r for r in results if (r.family is not None) == of_catalog]
@@ -276,7 +278,7 @@ def _share(results: Sequence[Result]) -> str:
 
 
 def main() -> None:
-    """Run all cases, or those whose template's name contains a word, and print the report."""
+    """Run all cases, or those whose template name contains a word, and print the report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

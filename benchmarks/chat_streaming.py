@@ -28,14 +28,14 @@ _PARAGRAPH = (
     "- the first item of the list\n- the second item, with *emphasis*\n\n"
     "```python\nfor name in rivers:\n    print(name, length_km[name])\n```\n\n"
 )
-# About four characters are a token.
+# One token has about four characters.
 _TOKEN_CHARS = 4
 _BEFORE_S, _AFTER_S = 2.0, 1.0
 _STOP = b"\x1b"  # Esc
 
 
 class SteadyServer:
-    """Answers each question with `seconds` of text, `rate` pieces a second."""
+    """A server that answers each question with `seconds` of text, in `rate` pieces per second."""
 
     def __init__(self, seconds: float) -> None:
         self.rate = 1.0
@@ -85,14 +85,14 @@ class SteadyServer:
 
 
 def share_of_a_core(terminal: Terminal, seconds: float) -> float:
-    """The chat's processor time ÷ the time, of so many seconds in which its output is read."""
+    """Return the chat's processor time ÷ the time, while its output is read for `seconds`."""
     cpu_s, begun_s = terminal.cpu_s(), time.perf_counter()
     terminal.drain(seconds)
     return (terminal.cpu_s() - cpu_s) / (time.perf_counter() - begun_s)
 
 
 def main() -> None:
-    """Measure, print the shares, and exit with 1 if a rate missed the bar."""
+    """Measure, print the shares, and exit with 1 if a rate misses the bar."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rates", type=float, nargs="*", default=[30.0, 50.0])
     parser.add_argument("--seconds", type=float, default=12.0)

@@ -1,5 +1,4 @@
-"""Reads the parsing cases of llama.cpp's tests/test-chat.cpp: as much of C++ as that file needs to
-say what a case is."""
+"""Parse the cases of llama.cpp's tests/test-chat.cpp, with as much of C++ as that file needs."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ _EMPTY: Mapping[str, Any] = {
     "tool_calls": [],
     "tool_call_id": "",
 }
-# The order of a message's members where it is written as a list.
+# The order of a message's members in an initializer list.
 _MEMBERS = (
     "role",
     "content",
@@ -43,13 +42,13 @@ _MEMBERS = (
 
 
 class UnreadError(Exception):
-    """A statement that needs more C++ than is read here."""
+    """A statement that needs more C++ than this parser supports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One case: the template's file, what was asked, what the model wrote, and the message that
-    llama.cpp reads in it."""
+    """One case: template file, settings, text of the model, and the message that llama.cpp parses
+    from it."""
 
     line: int
     template: str
@@ -61,13 +60,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Where it stands, and its template."""
+        """Return the line and the template."""
         return f"test-chat.cpp:{self.line} {Path(self.template).stem}"
 
 
 @dataclass(slots=True)
 class Found:
-    """All cases of a file, and for each that could not be read its line and why."""
+    """All cases of a file, and the line and reason for each that could not be parsed."""
 
     cases: list[Case] = field(default_factory=list)
     unread: list[tuple[int, str]] = field(default_factory=list)
@@ -82,7 +81,7 @@ class _Token:
 
 @dataclass(slots=True)
 class _Chain:
-    """A case while its settings are said one behind the other."""
+    """A case while its chained settings are parsed."""
 
     template: str
     said: str
@@ -91,7 +90,7 @@ class _Chain:
 
 
 def read_cases(path: Path) -> Found:
-    """The cases in the file at `path`, loops and functions of cases written out."""
+    """Return the cases in the file at `path`, with loops and functions of cases expanded."""
     return _Reader(_tokens(path.read_text(encoding="utf-8"))).all()
 
 
@@ -124,8 +123,8 @@ def _unescaped(said: str) -> str:
 def message(
     content: str = "", reasoning: str = "", name: str = "", arguments: str = "", call_id: str = ""
 ) -> Any:
-    """An assistant's message with at most one call, from what the file gives its function of the
-    same purpose."""
+    """Return an assistant's message with at most one call, from the arguments of the file's
+    function for this purpose."""
     calls = [[name, arguments, call_id]] if name or call_id else []
     return {
         **_EMPTY,
@@ -136,7 +135,7 @@ def message(
     }
 
 
-# What the file's functions that make messages make.
+# The file's functions that create messages.
 _MAKERS: Mapping[str, Callable[..., Any]] = {
     "simple_assist_msg": message,
     "message_with_tool_calls": lambda name, arguments: message("", "", name, arguments),
@@ -158,7 +157,7 @@ _MAKERS: Mapping[str, Callable[..., Any]] = {
 
 
 class _Reader:
-    """Walks through the file's statements, keeping what names stand for."""
+    """Walks through the file's statements and records the values of names."""
 
     def __init__(self, tokens: Sequence[_Token]) -> None:
         self._tokens, self._at = tokens, 0
@@ -167,7 +166,7 @@ class _Reader:
         self._found = Found()
 
     def all(self) -> Found:
-        """Constants first, then every function in which a case stands."""
+        """Parse constants first, then every function that contains a case."""
         while self._at < len(self._tokens):
             self._outside()
         for name, (at, parameters) in self._functions.items():
@@ -198,7 +197,7 @@ class _Reader:
             raise UnreadError(f"{said!r} expected, not {str(token.said)[:40]!r}")
 
     def _skip(self) -> None:
-        """Over one token, or all that stands between it and its closing bracket."""
+        """Skip one token, or everything up to its closing bracket."""
         token = self._next()
         if token.kind != "sign" or token.said not in _CLOSING:
             return
@@ -225,7 +224,7 @@ class _Reader:
     # Statements.
 
     def _outside(self) -> None:
-        """A declaration outside of functions: kept where it is a constant or a function of
+        """Parse a declaration outside of functions. Record it if it is a constant or a function of
         cases."""
         at, words = self._at, []
         while self._is("&") or (
@@ -243,7 +242,7 @@ class _Reader:
                     for t, b in zip(inside, behind, strict=False)
                     if t.kind == "name" and b == ","
                 ]
-                # What only switches the log is known: it has no say in a case.
+                # This parameter only controls the log and has no effect on a case.
                 self._functions[words[-1]] = (self._at, [n for n in named if n != "detailed_debug"])
                 self._skip()
                 return
@@ -254,7 +253,7 @@ class _Reader:
         self._skip_statement()
 
     def _declares(self) -> bool:
-        """A constant's or variable's declaration, if that is what stands here."""
+        """Parse the declaration of a constant or variable, if there is one here."""
         words = 0
         while not (self._is("{") or self._is("=") or self._is(";")):
             if self._is("<"):
@@ -314,7 +313,7 @@ class _Reader:
             self._skip_statement()
 
     def _loop(self) -> None:
-        """A loop over a list: its block once for each member."""
+        """Run a loop over a list: its block once for each member."""
         self._next()
         at = self._at
         self._take("(")
@@ -344,7 +343,7 @@ class _Reader:
         ]
 
     def _calls(self) -> bool:
-        """A case, or a function of cases."""
+        """Parse a case, or a call of a function of cases."""
         name = str(self._tokens[self._at].said)
         if self._is_case(self._at):
             chain = self._value()
@@ -475,7 +474,7 @@ def _case(chain: _Chain) -> Case:
 
 
 def tool_of(said: Sequence[str]) -> dict[str, Any]:
-    """A function tool as clients send it."""
+    """Return a function tool as clients send it."""
     name, description, parameters = said[:3]
     described = {"name": name, "description": description, "parameters": json.loads(parameters)}
     return {"type": "function", "function": described}

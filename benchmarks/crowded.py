@@ -1,12 +1,12 @@
-"""What idle conversations cost a short chat: its decode speed beside 12,000 cached tokens against
-an empty engine's.
+"""The cost of idle conversations for a short chat: its speed with 12,000 cached tokens and without.
 
 python -m benchmarks.crowded [--rounds 20] [--idle 4000] [--model FILE] [--out FILE]
 
-Two engines in one process, in turn: a server measured before and after filling its cache shows the
-machine's drift. --idle: what it would cost to leave so many tokens of a finished conversation in
-the context instead, in milliseconds a step, and what that spares who comes back, in seconds of
-prefill.
+Two engines in one process run in turn, because a server that is measured before and after its cache
+is filled shows the machine's drift. --idle: the cost of leaving that many tokens of a finished
+conversation in the context, in milliseconds per step, and the prefill time in seconds that this
+saves if the conversation continues.
+
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _PROMPT_TOKENS, _ANSWER_TOKENS = 30, 64
 
 
 class Chats:
-    """One engine and its decode speed; every prompt is new to it."""
+    """One engine and its decode speed. No prompt is cached."""
 
     def __init__(self, path: Path) -> None:
         self.engine = Engine(backend_type.load(LoadSpec(str(path), n_ctx=16_384)))
         self._n = 0
 
     def decode_tok_s(self, n_prompt: int, n: int) -> float:
-        """Tokens/s after the first of `n` tokens that follow `n_prompt`; everything has settled
-        when it returns."""
+        """Return tokens/s after the first of `n` tokens that follow `n_prompt`. The engine is idle
+        again afterwards."""
         self._n += 1
         vocabulary = self.engine.backend.info.n_vocab - 100
         prompt = [(i * 7919 + self._n * 104_729) % vocabulary + 50 for i in range(n_prompt)]
@@ -49,7 +49,7 @@ class Chats:
 
 
 def idle(path: Path, n_tokens: int, rounds: int) -> RoundComparison:
-    """A decode step's time with `n_tokens` of an idle sequence in the context, and without."""
+    """Compare a decode step with `n_tokens` of an idle sequence in the context and without."""
     backend = backend_type.load(LoadSpec(str(path), n_ctx=n_tokens + 1024))
     table = RoundComparison(f"a step beside {n_tokens:,} idle tokens", "ms", "less")
 

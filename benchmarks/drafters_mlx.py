@@ -1,16 +1,18 @@
-"""Drafters on MLX against plain decoding: the speed of four streams with one that is always wrong (bar:
-0.99), with one that is always right, and with lookups alone.
+"""Drafters on MLX compared with plain decoding: the speed of four streams, by kind of drafter.
 
     python -m benchmarks drafters_mlx [--rounds N] [--arms ngram,dflash,eagle3] [--right]
 
-Tiny models with random weights on the CPU. A step of four streams takes 1 to 2 ms, so the host's
-0.1 ms for a drafter shows. `--layers 12 --inner 2048` makes steps longer, as on real models. Every
-arm is compared with plain decoding in the same process.
-Both are fresh engines with the same prompts, after a run that loads what first steps need. They take turns
-of TURN steps, so that other programs slow both alike. A stream's speed is its number of tokens, divided by
-the time that its engine took until its last token. By the clock and by processor time, the table has the
-ratios of all streams (geometric mean) and of the slowest one. `--right`: the drafters know the model's next
-token.
+The drafter is one that is always wrong (bar: 0.99), one that is always right, or lookups alone.
+Tiny models with random weights run on the CPU. A step of four streams takes 1 to 2 ms, so the
+host's 0.1 ms for a drafter is visible. `--layers 12 --inner 2048` makes steps longer, as on real
+models. Every arm is compared with plain decoding in the same process.
+
+Both are fresh engines with the same prompts, after a run that loads everything that first steps
+need. They take turns of TURN steps, so that other programs slow both alike. A stream's speed is its
+number of tokens, divided by the time that its engine took until its last token. By the clock and by
+processor time, the table has the ratios of all streams (geometric mean) and of the slowest one.
+`--right`: the drafters know the model's next token.
+
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ UNITS = ("clock", "cpu")
 
 @dataclass
 class Run:
-    """One engine's answers. `spent`: its seconds so far by the clock, and of processor time. `ended`: the
-    same for each stream at its last token, after its first one."""
+    """One engine's answers. `spent`: its seconds so far, by the clock and of processor time.
+    `ended`: the same for each stream at its last token. `started`: at its first."""
 
     engine: Engine
     spent: tuple[float, float] = (0.0, 0.0)
@@ -65,7 +67,7 @@ class Run:
                 if isinstance(event, Finish):
                     assert event.reason == "length", event
                     self.ended[event.id] = self.spent
-        # A step that was started early is this engine's work too.
+        # A step that was started early is part of this engine's work too.
         mx.synchronize()
         self.spent = (
             before[0] + time.perf_counter() - clock_s,
@@ -73,12 +75,12 @@ class Run:
         )
 
     def seconds(self, unit: int) -> list[float]:
-        """The seconds of each stream from its first to its last token."""
+        """Return the seconds of each stream from its first to its last token."""
         return [self.ended[s][unit] - self.started[s][unit] for s in sorted(self.ended)]
 
 
 def begun(model: Path, arm: str, asked: argparse.Namespace, seed: int, n_tokens: int) -> Run:
-    """A fresh engine with its streams."""
+    """Return a fresh engine with its streams."""
     drafter = model.parent / arm
     spec = LoadSpec(
         str(model), n_ctx=8192, n_seq_max=8, n_batch=256, drafter=str(drafter) * drafter.exists()
@@ -97,7 +99,7 @@ def begun(model: Path, arm: str, asked: argparse.Namespace, seed: int, n_tokens:
 
 
 def compared(model: Path, arm: str, asked: argparse.Namespace, seed: int) -> dict[str, float]:
-    """The ratios of one round, and the drafts of its arm."""
+    """Return the ratios of one round, and the drafts of its arm."""
     runs = [begun(model, name, asked, seed, asked.tokens) for name in (arm, "plain")]
     turns = runs[:: 1 if seed % 2 else -1]
     while any(run.engine.has_work for run in runs):

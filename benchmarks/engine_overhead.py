@@ -1,13 +1,14 @@
-"""The engine's loop against a bare llama_decode loop of the same build (bar: 0.97 × tg128 and
-pp512; over HTTP 0.90 × tg128).
+"""The engine's loop compared with a bare llama_decode loop (bar: 0.97; over HTTP 0.90).
 
 python -m benchmarks.engine_overhead [--rounds 7] [--model FILE] [--http]
 python -m benchmarks.engine_overhead --known [--rounds 7]
 
---http: decoding through `localllm serve` and its stream, the client on the same cores.
---known: what a request costs the processor whose prompt is known, all of the host's: on a model of
-one narrow layer, whose own step is nearly nothing (bars: 6 ms at 2,000 tokens, 25 at 20,000). Half
-a minute; processor time, so that others may compute meanwhile.
+Both loops use the same build. The bars are shares of tg128 and pp512, over HTTP of tg128.
+--http: decode through `localllm serve` and its stream, with the client on the same cores.
+--known: processor time of a request with a fully cached prompt. The model has one narrow layer, so
+its step takes almost no time and only the host's work counts (bars: 6 ms at 2,000 tokens, 25 at
+20,000). It takes half a minute. It uses processor time, so other programs may run.
+
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _KNOWN_BARS_MS = {2_000: 6, 20_000: 25}
 
 
 class Bare:
-    """A context of llama.cpp's own defaults, driven as llama-bench drives it."""
+    """A context with llama.cpp's own defaults, used as llama-bench does."""
 
     def __init__(self, path: Path) -> None:
         self.llama: Any = start_native()
@@ -60,7 +61,7 @@ class Bare:
         self.llama.llama_memory_clear(self.memory, False)
 
     def prefill(self, n: int) -> float:
-        """Tokens/s of one prompt of n tokens."""
+        """Return the tokens/s of one prompt of n tokens."""
         self.clear()
         tokens = (self.llama.llama_token * n)(
             *[(i * 7919) % (self.n_vocab - 10) + 5 for i in range(n)]
@@ -71,8 +72,8 @@ class Bare:
         return n / (time.perf_counter() - started)
 
     def decode(self, n: int) -> float:
-        """Tokens/s of n single-token steps from an empty context (no sampling at all, as
-        llama-bench)."""
+        """Return the tokens/s of n single-token steps from an empty context, without sampling, as
+        llama-bench."""
         self.clear()
         token = (self.llama.llama_token * 1)(5)
         started = time.perf_counter()
@@ -84,7 +85,7 @@ class Bare:
 
 
 class Ours:
-    """The engine over the backend, as the worker runs it."""
+    """The engine on the backend, as in the worker."""
 
     def __init__(self, path: Path) -> None:
         self.engine = Engine(backend_type.load(LoadSpec(str(path), n_ctx=2048)))
@@ -107,7 +108,7 @@ class Ours:
 
 
 def over_http(path: Path, rounds: int) -> None:
-    """Decode through a server of ours."""
+    """Decode through our server."""
     with empty_home():
         port = free_port()
         server = Server("localllm over HTTP", serve_command(path, port, "--quiet"), port)
@@ -126,7 +127,8 @@ def over_http(path: Path, rounds: int) -> None:
 
 
 def known(rounds: int) -> None:
-    """Processor time of requests whose whole prompt is known, of server and worker together."""
+    """Measure the processor time of requests with a fully cached prompt, of server and worker
+    together."""
     with empty_home() as home:
         model = tiny_gguf.write_llama(home / "tiny.gguf", layers=1, n_ctx=_WINDOW, template=CHATML)
         port = free_port()
@@ -135,7 +137,7 @@ def known(rounds: int) -> None:
         server.start()
         target = server.target
         for tokens, bar_ms in _KNOWN_BARS_MS.items():
-            # Five tokens a word, and some of the template's.
+            # Five tokens per word, and some for the template.
             asked = user(unique(tokens // 5 - 10, tokens))
             target.chat(asked, 1)
             time.sleep(1.0)
@@ -143,7 +145,7 @@ def known(rounds: int) -> None:
             for _ in range(rounds):
                 before_s = server.cpu_s()
                 answers = [target.chat(asked, 1) for _ in range(_REPEATS)]
-                # The system counts in hundredths of a second.
+                # The system counts processor time in hundredths of a second.
                 spent_ms.append(1000 * (server.cpu_s() - before_s) / _REPEATS)
                 first_ms += [1000 * answer.ttft_s for answer in answers]
             print(
@@ -157,7 +159,7 @@ def known(rounds: int) -> None:
 
 
 def in_process(path: Path, rounds: int) -> None:
-    """Decode and prefill of the engine."""
+    """Measure decode and prefill of the engine."""
     bare, ours = Bare(path), Ours(path)
     tg, pp = (
         RoundComparison("decode, 128 tokens", "tok/s"),

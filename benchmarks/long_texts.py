@@ -1,13 +1,14 @@
-"""The chat with long texts: what a key takes on each screen and in each interface, up to 1 MB (bar:
-0.2 s).
+"""The chat with long texts: time of a key on each screen and interface, up to 1 MB (bar: 0.2 s).
 
 python -m benchmarks.long_texts [--most 1000000] [--kinds words letters ...] [--sizes 80x24 ...]
     [--processor]
 
-A conversation has a question, an answer and a tool call of one long text each. The text doubles
-until it has --most characters. On each screen a few keys are pressed. What a key would wait is the
-longest time in which the chat's loop did not come round. The times of the last two sizes show whether
-the work is linear. On a busy machine, --processor counts the processor time of the loop instead.
+A conversation has a question, an answer and a tool call with one long text each. The text doubles
+until it has --most characters. A few keys are pressed on each screen. The time of a key is the
+longest time in which the chat's event loop did not run. The times of the last two sizes show
+whether the work is linear. On a busy machine, --processor counts the processor time of the loop
+instead.
+
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ KINDS = {
     "code": "```py\nx = 1\n```\n",
     "stars": "*a",
 }
-# What a kind begins with.
+# The beginning of a kind of text.
 _HEADS = {"table": "|a|b|\n|-|-|\n"}
-# The keys of each screen; the first one opens it.
+# The keys of each screen. The first one opens it.
 SCREENS = {
     "conversation": ("pageup", "pagedown", "h"),
     "a turn selected (F2)": ("f2", "t", "pageup", "t", "up", "down", "escape"),
@@ -68,7 +69,7 @@ SCREENS = {
 
 
 def long_text(kind: str, n_chars: int) -> str:
-    """`n_chars` characters of a kind."""
+    """Return `n_chars` characters of a kind."""
     piece = KINDS[kind]
     head = _HEADS.get(kind, "")
     return (head + piece * (n_chars // len(piece) + 1))[:n_chars]
@@ -77,7 +78,7 @@ def long_text(kind: str, n_chars: int) -> str:
 async def key_times_s(
     folder: Path, text: str, size: tuple[int, int], clock: Clock
 ) -> dict[str, float]:
-    """The longest time of a key on each screen."""
+    """Return the longest time of a key on each screen."""
     found: dict[str, float] = {}
     tool = {"name": "read", "arguments": text, "result": text, "allowed": True}
     turns = [
@@ -107,7 +108,7 @@ async def _longest_key_s(pilot: Any, keys: tuple[str, ...], clock: Clock) -> flo
 
 
 class _NoPage:
-    """Takes what an inline answer writes."""
+    """A page that discards the output of an inline answer."""
 
     columns = 100
     tail = ""
@@ -120,7 +121,8 @@ class _NoPage:
 
 
 def interface_times_s(text: str, clock: Clock) -> Iterator[tuple[str, float]]:
-    """The longest time of a piece of 100 characters in the line interfaces, of the last 50."""
+    """Yield the longest time of a piece of 100 characters in the line interfaces, for the last 50
+    pieces."""
     page: Any = _NoPage()
     inline = InlineAnswer(page, Console(file=io.StringIO()))
     lines = WrappedLines(100)
@@ -139,8 +141,8 @@ def interface_times_s(text: str, clock: Clock) -> Iterator[tuple[str, float]]:
 
 
 def main() -> None:
-    """Measure, print the times above the bar and the longest of each screen, and exit with 1 if a
-    key missed the bar."""
+    """Measure, print the times above the bar and the longest one of each screen, and exit with 1 if
+    a key missed the bar."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--most", type=int, default=1_000_000)
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
@@ -157,7 +159,7 @@ def main() -> None:
                 n_chars = min(_FIRST_CHARS, options.most)
                 while n_chars <= options.most:
                     gc.collect()
-                    gc.freeze()  # as the command does before the screen begins
+                    gc.freeze()  # as the command does before the screen starts
                     text = long_text(kind, n_chars)
                     size = (int(columns), int(rows))
                     times = asyncio.run(key_times_s(folder, text, size, clock))

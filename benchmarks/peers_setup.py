@@ -1,5 +1,5 @@
-"""Other people's servers, made ready to run beside ours: built or installed in the cache folder,
-never in our environment."""
+"""Prepare other servers for the comparison: built or installed in the cache folder, never in our
+environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from localllm.setup.steps import COMPILER_FAULTS
 
 _FOLDER = paths.cache_dir() / "peers"
 CONTEXT, STREAMS = 16384, 8
-# What llama-cpp-python's server needs beside what we have.
+# Packages that llama-cpp-python's server needs in addition to ours.
 _PYTHON_SERVER = (
     "sse-starlette",
     "starlette-context",
@@ -33,14 +33,14 @@ OURS = "localllm"
 
 
 class NotHereError(Exception):
-    """A peer that can't be had on this machine, and why."""
+    """A peer that is not available on this machine, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be compared: the model's file, the programs named by hand, where logs go, and
-    peers to leave out. `baseline`: a checkout of an earlier commit with its own .venv, which ours
-    is held against. `streams`: that each server can have at once; `options`: of ours."""
+    """The options of a comparison: model file, given programs, folder of logs, and peers to leave
+    out. `baseline`: a checkout of an earlier commit with its own .venv, to compare with. `streams`:
+    concurrent streams of each server. `options`: options of our server."""
 
     model: Path
     llama_server: Path | None
@@ -52,7 +52,7 @@ class Wanted:
 
     @property
     def threads(self) -> int:
-        """Every server gets as many: those that this process may run on."""
+        """The threads of every server: the number of processors that this process may use."""
         return (
             len(os.sched_getaffinity(0))
             if hasattr(os, "sched_getaffinity")
@@ -62,8 +62,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Servers on the same weights, ours first. `only`: the scenarios it is run for (none: whatever
-    is asked for)."""
+    """Servers with the same weights, ours first. `only`: the scenarios that the group runs (none:
+    all requested ones)."""
 
     title: str
     servers: Sequence[Server]
@@ -72,7 +72,7 @@ class Group:
 
 
 def gguf(wanted: Wanted) -> Group:
-    """Everybody who runs a GGUF file on llama.cpp."""
+    """Return all servers that run a GGUF file on llama.cpp."""
     servers, versions = [_ours(wanted, wanted.model)], {OURS: _version("localllm")}
     for peer in (llama_server, llama_cpp_python, ollama):
         if peer.__name__.replace("_", "-") in wanted.without:
@@ -89,8 +89,8 @@ def gguf(wanted: Wanted) -> Group:
 
 
 def drafting(wanted: Wanted) -> Group:
-    """A copy with a change, llama-server with each of its own ways to draft from the prompt, ours
-    as it comes."""
+    """Return the group for copying with a change: llama-server with each of its ways to draft from
+    the prompt, and ours with its defaults."""
     servers, versions = [_ours(wanted, wanted.model)], {OURS: _version("localllm")}
     for kind in ("ngram-simple", "ngram-map-k", "ngram-mod"):
         server, said = llama_server(wanted, f"llama-server {kind}", "--spec-type", kind)
@@ -100,14 +100,15 @@ def drafting(wanted: Wanted) -> Group:
 
 
 def mlx(wanted: Wanted) -> Group:
-    """MLX: the same model as a float32 checkpoint, since MLX's quantised product is scalar on a
-    CPU."""
+    """Return the MLX group: the same model as a float32 checkpoint, because MLX's quantised product
+    is scalar on a CPU."""
     folder = smollm2_mlx()
     port = free_port()
     theirs = [sys.executable, "-m", "mlx_lm.server", "--model", str(folder), "--port", str(port)]
     server = Server("mlx-lm", theirs, port, "default_model", log=wanted.logs / "mlx-lm.log")
     said = f"mlx-lm {_version('mlx-lm')}, mlx {_version('mlx')}"
-    # Of what takes long texts each round would take an hour: MLX's products are scalar on this CPU.
+    # Scenarios with long texts would take an hour per round, because MLX's products are scalar on
+    # this CPU.
     short = ("single", "two", "four", "cancel", "rest")
     return Group(
         "The same MLX checkpoint (float32)",
@@ -118,13 +119,13 @@ def mlx(wanted: Wanted) -> Group:
 
 
 def baseline(wanted: Wanted) -> Group:
-    """This tree beside an earlier commit of ours: `git worktree add ../before COMMIT`, `make -C
-    ../before .venv/.dev`."""
+    """Compare this tree with an earlier commit of ours: `git worktree add ../before COMMIT`, `make
+    -C ../before .venv/.dev`."""
     python = (wanted.baseline or Path()).absolute() / ".venv" / "bin" / "python"
     if not python.is_file():
         raise NotHereError(f"the earlier commit: there is no {python}")
     before = replace(_ours(wanted, wanted.model), name="before", log=wanted.logs / "before.log")
-    # Without it the folder that this runs in would be imported, not the other checkout.
+    # Without this variable, Python would import the current folder instead of the other checkout.
     environment = {**before.environment, "PYTHONSAFEPATH": "1"}
     before = replace(before, command=[str(python), *before.command[1:]], environment=environment)
     return Group(
@@ -155,7 +156,7 @@ def _ours(wanted: Wanted, model: Path) -> Server:
         *wanted.options,
     )
     environment = {"LOCALLLM_CACHE_DIR": str(wanted.logs / f"cache-{port}")}
-    if model.is_file():  # MLX takes no number of threads
+    if model.is_file():  # MLX has no option for threads
         environment["LOCALLLM_THREADS"] = str(wanted.threads)
     return Server(
         OURS,
@@ -168,8 +169,8 @@ def _ours(wanted: Wanted, model: Path) -> Server:
 
 
 def llama_server(wanted: Wanted, name: str = "llama-server", *options: str) -> tuple[Server, str]:
-    """llama.cpp's own server, of the same release as the llama.cpp that ours runs on. Its slots
-    share the context, as ours do."""
+    """Return llama.cpp's own server, of the same release as our llama.cpp. Its slots share the
+    context, as ours do."""
     program = wanted.llama_server or built("llama-server")
     port = free_port()
     command = [
@@ -193,8 +194,8 @@ def llama_server(wanted: Wanted, name: str = "llama-server", *options: str) -> t
 
 
 def built(name: str) -> Path:
-    """A program of llama.cpp, compiled once from the sources that llama-cpp-python's own release
-    carries (some minutes)."""
+    """Return a program of llama.cpp, compiled once from the sources in llama-cpp-python's own
+    release (some minutes)."""
     release = _version("llama-cpp-python")
     folder = _FOLDER / f"llama.cpp-{release}"
     build = folder / "build"
@@ -231,7 +232,7 @@ def built(name: str) -> Path:
 
 
 def llama_cpp_python(wanted: Wanted) -> tuple[Server, str]:
-    """The server in llama-cpp-python, on the very library that ours runs on."""
+    """Return the server of llama-cpp-python, on the same library as ours."""
     folder = _FOLDER / "llama-cpp-python"
     if not (folder / "sse_starlette").exists():
         _run("llama-cpp-python's server", [
@@ -259,7 +260,7 @@ def llama_cpp_python(wanted: Wanted) -> tuple[Server, str]:
 
 
 def ollama(wanted: Wanted) -> tuple[Server, str]:
-    """Ollama where it is installed (no package index carries it), with a folder of its own for the
+    """Return Ollama if it is installed (no package index has it), with a separate folder for the
     one model."""
     program = shutil.which("ollama")
     if program is None:

@@ -1,11 +1,10 @@
-"""Layers and experts on devices of their own, with no GPU at hand: the same tokens, and the bytes
-that were planned?
+"""Layers and experts on other devices, without a GPU: same tokens, and the planned bytes?
 
 python -m benchmarks.placed LIBRARY [MODEL.gguf] [--devices 2] [--tokens 16] [--context 2048]
 [--batch 128]
 
-llama.cpp's RPC device offers another process's processor as an accelerator, with buffers, splits
-and copies of its own. LIBRARY is that device as a plug-in for the installed llama-cpp-python, built
+llama.cpp's RPC device offers another process's processor as an accelerator, with separate buffers,
+splits and copies. LIBRARY is that device as a plug-in for the installed llama-cpp-python, built
 from the sources of its release, in ggml/:
 
     g++ -O2 -std=c++17 -fPIC -shared -DGGML_BACKEND_DL -DGGML_BACKEND_BUILD -DGGML_BACKEND_SHARED
@@ -13,9 +12,10 @@ from the sources of its release, in ggml/:
         -Iinclude -Isrc -o libggml-rpc.so src/ggml-rpc/ggml-rpc.cpp src/ggml-rpc/transport.cpp -L
         WHEEL/lib -lggml-base
 
-Every placement is loaded; its greedy tokens are compared with the processor's, and what each device
-holds with the plan. The scratch buffers are a formula's upper bound, so the toy model (the default)
-shows them and a large one does not.
+Every placement is loaded. Its greedy tokens are compared with the processor's, and the bytes of
+each device with the plan. The scratch buffers are an upper bound from a formula. They are visible
+with the toy model (the default), but not with a large one.
+
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _PROMPT = [5 + (7 * i) % 400 for i in range(70)]
 
 
 def _ggml() -> Any:
-    """The library that llama.cpp itself finds devices in."""
+    """Return the library in which llama.cpp registers devices."""
     import llama_cpp
 
     return llama_cpp.llama_cpp._lib
 
 
 def serve(library: str, endpoint: str) -> None:
-    """Be a device at `endpoint` until killed."""
+    """Serve a device at `endpoint` until killed."""
     lib, rpc = _ggml(), ctypes.CDLL(library)
     lib.ggml_backend_dev_by_type.restype = ctypes.c_void_p
     devices = (ctypes.c_void_p * 1)(lib.ggml_backend_dev_by_type(0))
@@ -61,7 +61,7 @@ def serve(library: str, endpoint: str) -> None:
 
 
 def register(library: str, endpoints: list[str]) -> None:
-    """Make the devices at `endpoints` llama.cpp's."""
+    """Register the devices at `endpoints` with llama.cpp."""
     lib, rpc = _ggml(), ctypes.CDLL(library)
     add = rpc.ggml_backend_rpc_add_server
     add.restype, add.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
@@ -89,8 +89,8 @@ def _wait_for(port: int) -> None:
 
 
 def placements(n_layers: int, *, experts: bool, n_devices: int) -> list[dict[str, Any]]:
-    """What is tried: everything, half of the layers, the cache apart, experts apart, uneven
-    devices."""
+    """Return the placements to try: everything, half of the layers, KV on the host, experts on the
+    host, uneven devices."""
     found: list[dict[str, Any]] = [{}, {"gpu_layers": max(1, n_layers // 2)}, {"kv_on_host": True}]
     if experts:
         found += [
@@ -106,7 +106,7 @@ def placements(n_layers: int, *, experts: bool, n_devices: int) -> list[dict[str
 def run(
     path: Path, placed: dict[str, Any], options: argparse.Namespace
 ) -> tuple[list[int], dict[str, int]]:
-    """(greedy tokens, bytes by place) of `path` placed so."""
+    """Return the greedy tokens, and the bytes by place, of `path` with this placement."""
     from localllm_backends.contract import Chunk, LoadSpec, Placement
     from localllm_backends.llamacpp import backend_type
 
@@ -129,8 +129,8 @@ def run(
 
 
 def planned(path: Path, placed: dict[str, Any], options: argparse.Namespace) -> list[int]:
-    """Bytes of each device as the planner counts them, without the reserve it keeps for other
-    engines' schedulers."""
+    """Return the bytes of each device as the planner counts them, without the reserve for
+    schedulers of other engines."""
     from localllm.planner import layer_bytes, memory
     from localllm.planner.types import RunSettings
     from localllm_backends.placement import Placement
@@ -154,7 +154,7 @@ def planned(path: Path, placed: dict[str, Any], options: argparse.Namespace) -> 
 
 
 def compare(path: Path, options: argparse.Namespace, endpoints: list[str]) -> None:
-    """Load every placement, and print."""
+    """Load every placement, and print the comparison."""
     from localllm_catalog import from_gguf, gguf
 
     model = from_gguf.model_from_gguf(gguf.read(path))

@@ -1,14 +1,14 @@
-"""Who waits for whom on one server: a user's stream beside background requests, a new request during
-long prompts and many choices, and a first question after its instructions were prefilled in advance.
+"""Waiting times of concurrent requests on one server, by their priority.
 
     python -m benchmarks.priorities [--only background|waits|warm] [--rounds 5] [--model FILE]
 
-background  A stream alone, and beside six requests at flex priority: its 95th percentile of gaps and
-            its first token. Bar: 1.3 times as long.
+background  A stream alone, and with six requests at flex priority: the 95th percentile of its gaps
+            and its first token. Bar: 1.3 times as long.
 waits       A short request's first token, 20 times during a prompt of 6,000 tokens and during 16
             choices. Bar: 2 s.
-warm        The first question after instructions of 6,000 tokens that `--warm FILE` names, and the
-            same without. Bar: 0.15 of the time.
+warm        The first question after a start, with instructions of 6,000 tokens, prefilled with
+            `--warm FILE` and without. Bar: 0.15 of the time.
+
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LONG_WORDS = 1200
 
 @contextmanager
 def _beside(work: Callable[[int], None], threads: int) -> Iterator[None]:
-    """Call `work` with new numbers again and again in `threads` threads while the block runs."""
+    """Call `work` with new numbers repeatedly in `threads` threads while the block runs."""
     over = threading.Event()
 
     def repeat(first: int) -> None:
@@ -70,7 +70,7 @@ def _body(text: str, n: int) -> dict[str, Any]:
 
 
 def background(target: BenchTarget, rounds: int) -> list[RoundComparison]:
-    """The stream's gaps and first token, alone and beside background requests."""
+    """Measure the stream's gaps and first token, alone and with background requests."""
     gaps = RoundComparison("95th percentile of the gaps of a stream", "s", "less")
     first = RoundComparison("first token of the stream", "s", "less")
     seeds = iter(range(10**6))
@@ -93,7 +93,7 @@ def background(target: BenchTarget, rounds: int) -> list[RoundComparison]:
 
 
 def waits(target: BenchTarget, trials: int) -> list[RoundComparison]:
-    """A short request's first token while others want much."""
+    """Measure a short request's first token while others send expensive requests."""
     table = RoundComparison("first token of a short request", "s", "less")
     seeds = iter(range(10**6))
 
@@ -122,7 +122,8 @@ def waits(target: BenchTarget, trials: int) -> list[RoundComparison]:
 
 
 def warm(model: Path, rounds: int) -> list[RoundComparison]:
-    """The first question after a start, with its instructions prefilled in advance and without."""
+    """Measure the first question after a start, with instructions prefilled in advance and
+    without."""
     table = RoundComparison("first token of the first question after a start", "s", "less")
     with tempfile.TemporaryDirectory() as folder:
         for i in range(rounds):

@@ -1,5 +1,4 @@
-"""Servers as processes of ours: started, killed, and looked at from outside; and what can only be
-measured so."""
+"""Servers as child processes (start, stop, resource use), and the scenarios that need one."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ from localllm.bench.stream import BenchTarget, Messages
 from localllm.bench.token_counts import Counter, Tokens
 from localllm.errors import BackendError
 
-# A start at the lowest priority of a busy machine takes minutes.
+# On a busy machine, a start at the lowest priority takes minutes.
 _READY_S, _STOPPED_S = 1_200.0, 30.0
 
 
 @contextlib.contextmanager
 def empty_home() -> Iterator[Path]:
-    """A folder that everything of localllm's lies in from now on: settings, conversations, caches
-    and logs of nobody."""
+    """Use a temporary folder for all files of localllm: settings, conversations, caches and logs,
+    empty at first."""
     with tempfile.TemporaryDirectory() as name:
         for kind in ("CONFIG", "DATA", "CACHE", "LOG"):
             os.environ[f"LOCALLLM_{kind}_DIR"] = str(Path(name) / kind.lower())
@@ -43,9 +42,9 @@ def empty_home() -> Iterator[Path]:
 
 @dataclass
 class Server:
-    """One server process and how to start it again. `model`: what requests name; `environment`:
-    beside this process's own; `log`: the file its output goes to (None: nowhere); `key`: what it
-    wants of clients; `ready_s`: seconds that its last start took."""
+    """One server process and its start command. `model`: the name in requests. `environment`:
+    additions to this process's variables. `log`: the file for its output (None: no file). `key`:
+    the key for clients. `ready_s`: the seconds of its last start."""
 
     name: str
     command: list[str]
@@ -59,7 +58,7 @@ class Server:
 
     @property
     def target(self) -> BenchTarget:
-        """As a client meets it."""
+        """Return the server as a target for a client."""
         return BenchTarget(
             self.name,
             f"http://127.0.0.1:{self.port}/v1",
@@ -69,8 +68,8 @@ class Server:
         )
 
     def start(self) -> float:
-        """Start it; seconds until it answers one token. Raises BackendError where it does not, with
-        its last words."""
+        """Start it, and return the seconds until it answers one token. Raises BackendError with its
+        last output if it does not."""
         begun = time.perf_counter()
         with contextlib.ExitStack() as stack:
             out = (
@@ -93,7 +92,7 @@ class Server:
             time.sleep(0.02)
 
     def stop(self, sig: int = signal.SIGTERM) -> None:
-        """End it and its children; what has not ended in time is killed."""
+        """End it and its children, and kill those that do not end in time."""
         assert self.process is not None
         all_of_it = self._processes()
         self.process.send_signal(sig)
@@ -108,17 +107,17 @@ class Server:
                 process.kill()
 
     def restart(self) -> None:
-        """End it as a person would, and start it again."""
+        """End it with SIGTERM, as a user would, and start it again."""
         self.stop()
         self.start()
 
     def rss_bytes(self) -> int:
-        """Resident memory of server and workers, file-backed pages included as the kernel counts
-        them."""
+        """Return the resident memory of server and workers, including file-backed pages as the
+        kernel counts them."""
         return sum(p.memory_info().rss for p in self._processes())
 
     def cpu_s(self) -> float:
-        """CPU seconds of server and workers so far."""
+        """Return the CPU seconds of server and workers so far."""
         return sum(sum(p.cpu_times()[:2]) for p in self._processes())
 
     def _processes(self) -> list[psutil.Process]:
@@ -142,8 +141,8 @@ MEMORY = RoundComparison("resident memory", "MB", "less")
 
 
 class ProcessScenarios(Scenarios):
-    """What can be measured of a process that we started, beside what every server can be put
-    through. `servers`: those that the targets are of."""
+    """Scenarios that need a process of ours, in addition to those for any server. `servers`: the
+    servers of the targets."""
 
     means: Mapping[str, str] = {
         **MEANS,
@@ -161,8 +160,8 @@ class ProcessScenarios(Scenarios):
         return next(s for s in self.servers if s.name == t.name)
 
     def run_crowded(self, t: BenchTarget) -> None:
-        """A short chat's speed with 12,000 tokens of other conversations cached, against its speed
-        before."""
+        """Compare a short chat's speed with 12,000 tokens of other conversations cached with its
+        speed before."""
 
         def speed() -> float:
             return statistics.median(
@@ -176,7 +175,7 @@ class ProcessScenarios(Scenarios):
         self.put(CROWDED, t, speed() / alone)
 
     def run_burnt(self, t: BenchTarget) -> None:
-        """CPU seconds in the second after a long answer was dropped."""
+        """Measure the CPU seconds in the second after a client left a long answer."""
         t.chat(user(f"Long {self.fresh()}"), 2000, stop_after=10)
         t.chat(user(f"Hi {self.fresh()}"), 4)
         server = self._server(t)
@@ -185,7 +184,7 @@ class ProcessScenarios(Scenarios):
         self.put(BURNT, t, server.cpu_s() - before)
 
     def run_kill(self, t: BenchTarget) -> None:
-        """The same 1,400-token prompt after kill -9."""
+        """Measure the same 1,400-token prompt after kill -9."""
         server = self._server(t)
         messages: Messages = [
             {"role": "system", "content": f"{self.fresh()} {SYSTEM}"},
@@ -199,7 +198,7 @@ class ProcessScenarios(Scenarios):
         time.sleep(1.0)
 
     def run_burst(self, t: BenchTarget) -> None:
-        """32 questions at once, first and second time."""
+        """Measure 32 questions at once, the first and the second time."""
         for figure in (BURST, AGAIN_BURST):
             begun = time.perf_counter()
             with ThreadPoolExecutor(32) as pool:
@@ -213,8 +212,8 @@ class ProcessScenarios(Scenarios):
                 self.put(BURST_FIRST, t, max(answer.ttft_s for answer in answers))
 
     def run_known(self, t: BenchTarget) -> None:
-        """First token and processor time (the model's step included) of a prompt that is known, of
-        ten, and the first token of the turn after it."""
+        """Measure the first token and the processor time (including the model's step) of a known
+        prompt, ten times, and the first token of the next turn."""
         server = self._server(t)
         for words in (400, 2000):
             head = user(unique(words, self.fresh()))
@@ -222,7 +221,7 @@ class ProcessScenarios(Scenarios):
             time.sleep(1.0)
             before = server.cpu_s()
             seconds = [t.chat(head, 1).ttft_s for _ in range(10)]
-            # The system counts in hundredths of a second.
+            # The system counts processor time in hundredths of a second.
             cpu_s = (server.cpu_s() - before) / len(seconds)
             said: Messages = [{"role": "assistant", "content": answer.text}, *user("And then?")]
             after = t.chat([*head, *said], 1).ttft_s
@@ -232,7 +231,7 @@ class ProcessScenarios(Scenarios):
                 self.put(named, t, 1000 * value)
 
     def run_fresh(self, t: BenchTarget) -> None:
-        """The second turn of 2,000 tokens in a server's first minute."""
+        """Measure the second turn of 2,000 tokens in a server's first minute."""
         self._server(t).restart()
         head = user(unique(400, self.fresh()))
         answer = t.chat(head, 8)
@@ -240,7 +239,7 @@ class ProcessScenarios(Scenarios):
         self.put(FRESH, t, 1000 * t.chat([*head, *said], 8).ttft_s)
 
     def run_rest(self, t: BenchTarget) -> None:
-        """Idle CPU and resident memory."""
+        """Measure idle CPU and resident memory."""
         server = self._server(t)
         before = server.cpu_s()
         time.sleep(2.0)
@@ -249,8 +248,8 @@ class ProcessScenarios(Scenarios):
 
 
 def put_through(servers: Sequence[Server], names: Sequence[str], rounds: int) -> ScenarioResult:
-    """What the scenarios `names` found of servers that run, in turn; each step is told on standard
-    error."""
+    """Run the scenarios `names` in turn on running servers, and return the results. Each step is
+    printed on standard error."""
 
     def make(counter: Counter, tokens: Tokens | None) -> ProcessScenarios:
         scenarios = ProcessScenarios(counter, tokens)
@@ -265,8 +264,8 @@ def put_through(servers: Sequence[Server], names: Sequence[str], rounds: int) ->
 
 @contextlib.contextmanager
 def running(servers: Sequence[Server]) -> Iterator[list[Server]]:
-    """Those of them that start, for the length of the block, which SIGTERM ends as Ctrl-C does; why
-    others did not is said."""
+    """Yield the servers that start, for the duration of the block. SIGTERM ends it as Ctrl-C does.
+    The reason of a failed start is printed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started: list[Server] = []
     try:

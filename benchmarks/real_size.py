@@ -1,5 +1,4 @@
-"""Models of true size without their weights: is memory what was planned, and speed what was
-predicted?
+"""Models of real size without their weights: do memory and speed match the plan?
 
 python -m benchmarks.real_size NAME… [--folder DIR] [--context 4096] [--decode 32] [--prompt 512]
 [--rounds 3]
@@ -9,16 +8,17 @@ python -m benchmarks.real_size --long NAME…     # a long context, streams, a c
                                                 --long --help
 
 The files have the real shapes and formats, a small model's tokenizer padded to the vocabulary,
-random embeddings, outputs and routers, and holes for the rest: they take hundreds of MB of disk,
-and are read, laid out and streamed as the real ones are, with every token sent to other experts.
-What they say is nonsense. Each runs in a process of its own, through our backend's plain loop, with
-random tokens. Where the plan says no, the reason is printed and nothing is loaded.
+random embeddings, outputs and routers, and holes for the rest. They take hundreds of MB of disk,
+and are read, repacked and streamed like the real ones, with every token routed to different
+experts. Their output makes no sense. Each model runs in a separate process, in our backend's plain
+loop, with random tokens. If the plan is "no", the reason is printed and the model is not loaded.
 
-Timings of a shared machine are noise: the load at start and end is printed beside them, and decode
-and prefill are taken in turns. With --beside N llama.cpp's own llama-bench has as many turns, one
-program at a time in memory, and what is printed is our figure over its, turn by turn. Its first
-token is that of a context of one token: ours beside it is of the smallest there is, in a process of
-its own (clearing the KV of a usual context takes longer than mapping a file).
+Timings on a shared machine are noisy: the load at start and end is printed too, and decode and
+prefill take turns. With --beside N, llama.cpp's own llama-bench runs N times in turn, with one
+program in memory at a time. Then the output is our figure ÷ its figure, turn by turn. Its first
+token is that of a context of one token. Ours is measured with the smallest context, in a separate
+process (clearing the KV of a usual context takes longer than mapping a file).
+
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 _PAGE_KB = 1024
 _POOL_ROWS = 512
 _SMALLEST_CONTEXT = 256
-# Tokens of SmolLM2's vocabulary; those behind them are text in no answer.
+# Tokens of SmolLM2's vocabulary. Higher ids have no text.
 _TEXTS = 49_152
-_SPREAD = 0.02  # of a random row's elements: norms rescale it
+_SPREAD = 0.02  # of a random row's elements; norms rescale it
 
 
 def vocabulary(writer: Any, n_tokens: int) -> None:
-    """SmolLM2's tokenizer in `writer`, filled up to `n_tokens` with tokens that no text
+    """Write SmolLM2's tokenizer to `writer`, padded to `n_tokens` with tokens that no text
     contains."""
     import gguf
 
@@ -78,8 +78,8 @@ def vocabulary(writer: Any, n_tokens: int) -> None:
 
 
 def fill(path: Path) -> None:
-    """Random embeddings and routers and norms and scales of one in a file of holes: enough that
-    tokens differ and are routed apart."""
+    """Write random embeddings and routers, and norms and scales of one, to a file of holes. This is
+    enough for different tokens to have different results and experts."""
     import numpy as np
 
     from localllm_catalog import gguf as header_of
@@ -96,7 +96,7 @@ def fill(path: Path) -> None:
                     some = rng.integers(0, _POOL_ROWS, size=min(4096, n_rows - start))
                     f.write(b"".join(pool[i] for i in some))
             elif tensor.name == "output.weight":
-                # Rows of holes for the tokens that have no text: an answer is of the others.
+                # Zero rows for the tokens without text, so that answers contain only others.
                 row_bytes = tensor.n_bytes // tensor.shape[-1]
                 f.write(
                     b"".join(
@@ -113,11 +113,11 @@ def fill(path: Path) -> None:
 
 
 def _row(kind: str, n_bytes: int, rng: Any) -> bytes:
-    """One row of random values in a ggml format: its scales small and finite, everything else any
-    bits."""
+    """Return one row of random values in a ggml format: small finite scales, and random bits
+    otherwise."""
     import numpy as np
 
-    # (bytes of a block, where its 16-bit scales stand)
+    # (bytes of a block, offsets of its 16-bit scales)
     blocks = {"Q4_K": (144, (0,)), "Q8_0": (34, (0,)), "Q6_K": (210, (208,)), "Q4_0": (18, (0,))}
     if kind not in blocks:
         return (
@@ -139,7 +139,7 @@ def _row(kind: str, n_bytes: int, rng: Any) -> bytes:
 
 
 def resident_bytes(kind: str = "VmRSS") -> int:
-    """Bytes of this process in memory: VmRSS, RssAnon (its own) or RssFile (mapped)."""
+    """Return the bytes of this process in memory: VmRSS, RssAnon (its own) or RssFile (mapped)."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(kind + ":"):
             return int(line.split()[1]) * _PAGE_KB
@@ -147,8 +147,8 @@ def resident_bytes(kind: str = "VmRSS") -> int:
 
 
 def planned(path: Path, context: int) -> tuple[Any, Any, Any, Any]:
-    """(device, model, plan, what is known of speeds here) of `path` on this machine, for one
-    request at a time, by what `localllm bench` measured here."""
+    """Return device, model, plan and known speeds of `path` on this machine, for one request at a
+    time, with the measurements of `localllm bench`."""
     from localllm.load.candidates import machine_of
     from localllm.planner.plan import plan_for
     from localllm.planner.types import Workload
@@ -172,7 +172,7 @@ def planned(path: Path, context: int) -> tuple[Any, Any, Any, Any]:
 
 
 def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Plan `path`, and where it fits load it, and measure."""
+    """Plan `path`, and if it fits, load and measure it."""
     from localllm.planner import explanations, speed
 
     device, model, plan, measured = planned(path, options.context)
@@ -186,7 +186,7 @@ def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     from localllm_backends.contract import Chunk
     from localllm_backends.llamacpp import backend_type
 
-    backend_type.vocabulary(str(path))  # the libraries are in memory before what is weighed
+    backend_type.vocabulary(str(path))  # load the libraries before memory is measured
     before = resident_bytes()
     spec = load_spec(str(path), plan.settings, n_threads=options.threads)
     started = time.perf_counter()
@@ -206,7 +206,7 @@ def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
         resident_bytes(k) / 1e9 for k in ("RssAnon", "RssFile")
     )
     found["planned_over_resident"] = found["planned_gb"] / found["resident_gb"]
-    # A plan's figure is of 2,048 tokens, of which attention is a larger part.
+    # A plan's figure is for 2,048 tokens, with a larger share of attention.
     prompt = speed.prefill(
         device, model, plan.variant, plan.settings, prompt_tokens=options.prompt, measured=measured
     )
@@ -222,8 +222,8 @@ def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
 def _rates(
     backend: Any, options: argparse.Namespace, n_vocab: int
 ) -> tuple[list[float], list[float]]:
-    """Prefill and decode of every round, in tokens per second, behind one that is not counted, as
-    llama-bench has it."""
+    """Return prefill and decode of every round, in tokens per second, after one round that is not
+    counted, as in llama-bench."""
     from localllm_backends.contract import Chunk
 
     rng = random.Random(1)
@@ -238,8 +238,8 @@ def _rates(
             )
         prefill.append(len(prompt) / (time.perf_counter() - started))
         backend.drop(sequence)
-        # From an empty context, as llama-bench decodes and as the plan's figure is meant: behind
-        # 512 tokens attention on a CPU took a third of a step of Qwen3-30B-A3B.
+        # Decode from an empty context, as llama-bench does and as the plan's figure is defined. At
+        # a depth of 512 tokens on a CPU, attention took a third of a step of Qwen3-30B-A3B.
         sequence = backend.new_sequence()
         started = time.perf_counter()
         for _ in range(options.decode):
@@ -280,8 +280,8 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Make each named file, run it in a process of its own, print what was planned beside what
-    was."""
+    """Write each named file, run it in a separate process, and print planned and measured
+    figures."""
     if "--long" in sys.argv:
         from benchmarks import real_size_long
 
@@ -308,7 +308,7 @@ def main() -> None:
 
 
 def made(name: str, folder: Path) -> Path:
-    """The file of that shape in `folder`, written where it is not there."""
+    """Return the file of that shape in `folder`, after writing it if necessary."""
     from models import sparse_gemma4, sparse_gguf
 
     known = {**sparse_gguf.SHAPES, **sparse_gemma4.SHAPES}
@@ -356,8 +356,8 @@ def _report(name: str, path: Path, options: argparse.Namespace) -> None:
 
 
 def in_a_process(command: list[str], path: Path) -> dict[str, Any] | str:
-    """What `run_here` found, the file being in memory; or the last words of a process that
-    failed."""
+    """Return the result of `run_here` with the file in the page cache, or the last output of a
+    process that failed."""
     from localllm.engine.worker.pipe import worker_environment
 
     cached(path)
@@ -372,17 +372,17 @@ def in_a_process(command: list[str], path: Path) -> dict[str, Any] | str:
 
 
 def cached(path: Path) -> None:
-    """Read the file once, so that whoever loads it next finds as much of it in memory as whoever
-    does after."""
+    """Read the file once, so that all programs that load it find the same part of it in the page
+    cache."""
     with path.open("rb", buffering=0) as f:
         while f.read(16 * 2**20):
             pass
 
 
 def llama_bench(path: Path, options: argparse.Namespace, ours: dict[str, Any]) -> dict[str, float]:
-    """What llama-bench says of `path` with the same prompt, micro-batch, layout of weights and
-    threads: prefill and decode in tokens per second, and seconds from its start to a first token,
-    loading included."""
+    """Return the results of llama-bench for `path` with the same prompt, micro-batch, weight layout
+    and threads: prefill and decode in tokens per second, and seconds from its start to a first
+    token, including loading."""
     from benchmarks.peers_setup import built
     from localllm_backends.llamacpp.threads import processors
 

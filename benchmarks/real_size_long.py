@@ -1,22 +1,21 @@
-"""What a model of true size does with a long context, several streams, a client that goes away, and
-nobody asking.
+"""A model of real size with a long context, several streams, a cancelled request, and no requests.
 
 python -m benchmarks.real_size --long NAME… [--folder DIR] [--tokens 16384] [--block 256] [--only
 kv,streams,sampling,served]
                                     [--keep]
 
-The files are those of `benchmarks.real_size`: true shapes and formats, no weights. Reading 16,384
-tokens of a model of 30B takes hours on two cores, so a `block` is computed and taken in again and
-again under later positions: what is exported, imported and decoded behind is as large as the real
-thing, and says as little as everything else here.
+The files are those of `benchmarks.real_size`: real shapes and formats, no weights. Reading 16,384
+tokens of a 30B model takes hours on two cores. Instead, one `block` is computed and imported
+repeatedly at later positions. Exports, imports and decode steps have the real sizes, but their
+contents make no sense.
 
-kv        seconds and GB/s of exporting and importing all of it, beside the predicted seconds of
-          reading it; decode behind it
-streams   tokens a second of four sequences in one step, beside one's and what was predicted
-sampling  milliseconds of our sampler at the rows that come out, beside a step's
-served    through `localllm serve`: the first token after a cancel beside an idle server's, and
-          memory before and after the
-          model was unloaded because nobody asked, and loaded again
+kv        seconds and GB/s of exporting and importing all of it, compared with the predicted seconds
+          of prefill; decode after it
+streams   tokens per second of four sequences in one step, compared with one and with the prediction
+sampling  milliseconds of our sampler for the resulting rows, compared with a step
+served    through `localllm serve`: the first token after a cancel, compared with an idle server,
+          and memory before and after the model was unloaded for lack of requests and loaded again
+
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from localllm.bench.scenarios import user
 from localllm.bench.stream import free_port
 
 _PARTS = ("kv", "streams", "sampling", "served")
-# Behind our header: llama.cpp's mark, the sequence, streams, cells; then position, sequences and
-# the sequence of each cell.
+# After our header: llama.cpp's mark, the sequence, streams, cells. Then position, sequences and
+# sequence of each cell.
 _STATE, _CELLS, _CELL = 16, 32, struct.Struct("<iIi")
 _STEPS = 12
 _STREAMS = 4
@@ -53,8 +52,8 @@ _IDLE_MIN = 0.05
 
 
 def moved(block: bytes, by: int) -> bytes:
-    """An exported block as if its tokens stood `by` places later: its header says so, and the table
-    of positions in it."""
+    """Return an exported block with its tokens moved by `by` positions, in its header and in its
+    table of positions."""
     magic, first, last, rest = struct.unpack_from("<4sIII", block)
     changed = bytearray(block)
     struct.pack_into("<4sIII", changed, 0, magic, first + by, last + by, rest)
@@ -70,7 +69,7 @@ def moved(block: bytes, by: int) -> bytes:
 
 
 def in_engine(path: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """What is measured at the backend, in this process."""
+    """Return the measurements at the backend, in this process."""
     from benchmarks.real_size import planned
     from localllm.load.options import load_spec
     from localllm_backends.llamacpp import backend_type
@@ -101,7 +100,7 @@ def in_engine(path: Path, options: argparse.Namespace) -> dict[str, Any]:
 def _said(
     device: Any, model: Any, plan: Any, measured: Any, what: str, times: int = 1, **more: int
 ) -> list[float]:
-    """The predicted tokens a second, lowest, likeliest and highest, `times` so many streams."""
+    """Return the lowest, likeliest and highest predicted tokens per second, for `times` streams."""
     from localllm.planner import speed
 
     said = getattr(speed, what)(
@@ -111,14 +110,14 @@ def _said(
 
 
 class _Run:
-    """A loaded model, driven step by step with random tokens."""
+    """A loaded model that runs step by step with random tokens."""
 
     def __init__(self, backend: Any, options: argparse.Namespace, n_vocab: int) -> None:
         self._backend, self._tokens, self._block = backend, options.tokens, options.block
         self._rng, self._n_vocab = random.Random(1), n_vocab
 
     def sampling(self) -> dict[str, Any]:
-        """Our sampler at a row of this vocabulary, in milliseconds."""
+        """Measure our sampler on a row of this vocabulary, in milliseconds."""
         sequence = self._backend.new_sequence()
         row = self._step({sequence: self._block}).logits(0)[-1].copy()
         found = {
@@ -130,7 +129,7 @@ class _Run:
         return found
 
     def streams(self) -> dict[str, Any]:
-        """Tokens a second of one sequence and of four together, behind a block each."""
+        """Measure tokens per second of one sequence and of four together, each after one block."""
         sequences = [self._backend.new_sequence() for _ in range(_STREAMS)]
         for sequence in sequences:
             self._step({sequence: self._block}).argmax(0)
@@ -140,8 +139,7 @@ class _Run:
         return {"one_stream_tok_s": one, "four_streams_tok_s": four}
 
     def kv(self, cold_s: float) -> dict[str, Any]:
-        """All of the context's KV out and in again; `cold_s`: what computing it is predicted to
-        take."""
+        """Export and import all of the context's KV. `cold_s`: the predicted time to compute it."""
         line = self._backend.new_sequence()
         self._step({line: self._block}).argmax(0)
         block = self._backend.export_range(line, 0, self._block)
@@ -174,7 +172,7 @@ class _Run:
         return self._backend.step(chunks)
 
     def _steps_s(self, sequences: Sequence[int]) -> float:
-        """Steps a second with one token of each of the sequences."""
+        """Return steps per second with one token of each sequence."""
         taken = []
         for _ in range(_STEPS):
             began = time.perf_counter()
@@ -207,7 +205,7 @@ def _sampled(row: Any) -> dict[str, Any]:
 
 
 def served(path: Path) -> dict[str, Any]:
-    """What is measured through a server on the file."""
+    """Return the measurements with a server."""
     with tempfile.TemporaryDirectory() as cache:
         port = free_port()
         command = serve_command(path, port, "--host", "127.0.0.1", "--context", "4096", "--quiet")
@@ -223,7 +221,7 @@ def served(path: Path) -> dict[str, Any]:
             found["loaded_gb"] = server.rss_bytes() / 1e9
             deadline = time.monotonic() + 60 * _IDLE_MIN + 30
             while server.rss_bytes() > 1e9 and time.monotonic() < deadline:
-                time.sleep(0.25)  # for an event that only the system's count of its memory tells
+                time.sleep(0.25)  # wait for an event that only the system's memory figures show
             found["unloaded_gb"] = server.rss_bytes() / 1e9
             found["loaded_again_ttft_s"] = ask(user("Hi c"), 2).ttft_s
         finally:
@@ -232,7 +230,7 @@ def served(path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Make each named file, measure, print."""
+    """Write each named file, measure, print."""
     from benchmarks.real_size import fill, vocabulary
     from localllm.engine.worker.pipe import worker_environment
     from models import sparse_gemma4, sparse_gguf

@@ -1,5 +1,4 @@
-"""A prefix cache that only counts: what perfect knowledge of every line reuses within the same
-bytes and pieces."""
+"""A reference prefix cache that only counts tokens, with the real one's budgets and pieces."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ _NEWEST_STATES = 3
 
 @dataclass(eq=False)
 class _Piece:
-    """Tokens `start` to the end of `line`, which holds everything up to there; or the state behind
-    it, which takes the room of `state_tokens`."""
+    """The tokens of `line` from `start` on. A piece for a state stands for the state after `line`,
+    which takes the space of `state_tokens`."""
 
     line: tuple[int, ...]
     start: int
@@ -26,24 +25,25 @@ class _Piece:
 
     @property
     def tokens(self) -> int:
-        """How many it takes the room of."""
+        """Return the number of tokens whose space it takes."""
         return self.state_tokens or len(self.line) - self.start
 
 
 class ReferenceCache:
-    """What a cache of `memory_bytes` and `disk_bytes` can hold at best, if it keeps what was used
-    last.
+    """The best reuse of a cache with `memory_bytes` and `disk_bytes` that keeps the most recently
+    used tokens.
 
-    A line is cut into pieces of `piece_tokens` from where it leaves what is held; the last one is
-    shorter. A piece is held whole or not at all, costs its bytes once however many lines go through
-    it, and is as recent as the latest of them. Memory holds the most recent pieces of those used
-    since the start, the disk the most recent of all; of two pieces of one line the earlier one
-    stays. What neither holds is forgotten.
+    A sequence is cut into pieces of `piece_tokens` after its cached prefix. The last piece is
+    shorter. A piece is kept completely or not at all, costs its bytes once for all sequences that
+    contain it, and is as recent as the latest of them. Memory keeps the most recent of the pieces
+    used since the start, the disk the most recent of all. Of two pieces of one sequence, the
+    earlier one is kept. A piece that is in neither is lost.
 
-    With `whole` a line is held as snapshots of everything up to a point, each as large as all of
-    it, the longer before the shorter. With `state_tokens` a line can be taken up only behind a
-    state that is held, which costs as much as so many tokens. Of a line that is used the newest
-    states are."""
+    With `whole`, a sequence is stored as snapshots of everything up to a point. Each is as large as
+    the whole prefix, and longer ones have priority. With `state_tokens`, a sequence can be
+    continued only after a stored state, which costs as much as that number of tokens. The newest
+    states of a used sequence are kept.
+    """
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class ReferenceCache:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens in memory, on disk, or both."""
+        """Return the tokens in memory, on disk, or both."""
         return sum(p.tokens for p in self._pieces)
 
     def reuse(self, prompt: Sequence[int]) -> int:
-        """How many leading tokens of `prompt` need not be computed: never the last one, whose
-        logits are needed. What is used of it is then the most recent, and in memory."""
+        """Return how many leading tokens of `prompt` need no prefill. The last one always does,
+        because its logits are needed. The reused part becomes the most recent and is in memory."""
         if self._whole:
             path = self._states(tuple(prompt[:-1]))[-1:]
             self._use(path)
@@ -85,8 +85,8 @@ class ReferenceCache:
         return covered
 
     def finished(self, line: Sequence[int], points: Sequence[int] = ()) -> None:
-        """A request ended and left `line` (its prompt and answer) behind; behind `points` of it
-        states were taken."""
+        """Store `line`, the prompt and answer of a finished request, with states at its
+        `points`."""
         whole = tuple(line)
         if self._whole:
             held = {len(p.line) for p in self._states(whole)}
@@ -110,21 +110,21 @@ class ReferenceCache:
         )
 
     def _states(self, line: tuple[int, ...]) -> list[_Piece]:
-        """The states that are held of beginnings of `line`, the shortest first."""
+        """Return the stored states of prefixes of `line`, the shortest first."""
         found = [p for p in self._pieces if p.state_tokens and line[: len(p.line)] == p.line]
         return sorted(found, key=lambda p: len(p.line))
 
     def restart(self, clean: bool) -> None:
-        """What only memory held is gone; after a kill also what the last line brought, which may
-        not be written yet."""
+        """Drop everything that is only in memory. After a kill, also drop the pieces of the last
+        sequence, which may not be written yet."""
         lost = [] if clean else self._newest
         self._pieces = [p for p in self._pieces if p.on_disk and p not in lost]
         for piece in self._pieces:
             piece.in_memory = False
 
     def _path(self, line: tuple[int, ...]) -> tuple[list[_Piece], int]:
-        """The pieces that hold the beginning of `line`, in order, and how much of it they hold
-        together."""
+        """Return the pieces of the prefix of `line` in order, and the length of their common
+        part."""
         path: list[_Piece] = []
         covered = 0
         while (piece := self._going_on(line, covered)) is not None:
@@ -133,7 +133,7 @@ class ReferenceCache:
         return path, covered
 
     def _going_on(self, line: tuple[int, ...], covered: int) -> _Piece | None:
-        """A piece that holds token `covered` of `line`."""
+        """Return a piece that contains token `covered` of `line`."""
         wanted = line[: covered + 1]
         if len(wanted) == covered:
             return None
@@ -155,7 +155,7 @@ class ReferenceCache:
 
 
 def _first(pieces: list[_Piece], most_tokens: int) -> set[_Piece]:
-    """The pieces at the beginning of `pieces` that fit together."""
+    """Return the first pieces that fit together."""
     held, total = set(), 0
     for piece in pieces:
         total += piece.tokens

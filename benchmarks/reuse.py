@@ -1,21 +1,22 @@
-"""Nothing is prefilled twice: after restarts, with a full cache, beside a line larger than it;
-tokens against bars.
+"""No token is prefilled twice: after restarts, with a full cache, and with a chat larger than it.
 
     python -m benchmarks.reuse [--peer PATH/llama-server] [--only starts,full,bigline,restart]
                                [--model FILE] [--out FILE]
 
-starts   six starts over one cache folder: in each a file is edited, then three chats over one
+starts   six starts with one cache folder: in each a file is edited, then three chats with one
          system prompt take turns
 full     20 rounds of three new chats, 0.2 GB of memory for the cache
 bigline  a chat longer than the memory cache, a short request after it, the chat's next turn: tokens
-not found restart  TTFT of a known prompt after a restart, clean and kill -9, against its cold TTFT
-long     the same with some 20,000 tokens; not of itself, since the starter model's context is
-         shorter (gemma's isn't)
+         not found
+restart  TTFT of a known prompt after a restart, clean and kill -9, compared with its cold TTFT
+long     the same with some 20,000 tokens; only if named, because the starter model's context is
+         shorter (gemma's is not)
 
-Tokens are counted by the client: what a prompt shares with any line the server has computed, in
-this start or before, less what it says it found. The exit code is 1 when a bar is missed.
-llama-server keeps nothing on disk, so it runs in `full` and `bigline` only, with the same memory
-for its cache.
+The client counts the tokens that a prompt shares with any sequence that the server has computed, in
+this start or before, minus the tokens that the server reports as cached. The exit code is 1 if a
+bar is missed. llama-server stores nothing on disk, so it runs only in `full` and `bigline`, with
+the same memory for its cache.
+
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ from localllm.bench.token_counts import Counter, Tokens, TokensRead, tokenized
 _ANSWER_TOKENS = 24
 _CHATS, _TURNS = 3, 4
 _FULL_GB, _BIGLINE_GB, _BIGLINE_DISK_GB = 0.2, 0.06, 1
-# About 6,000 tokens and 200; a word is about six tokens at first, less in the mean.
+# About 6,000 tokens and 200. A word has about six tokens at first, and fewer on average.
 _BIG_WORDS, _SHORT_WORDS = 1150, 40
 _LONG_WORDS, _LONG_CONTEXT = 3600, 24576
 
 
 def computed_tokens(target: BenchTarget) -> Tokens:
-    """Tokens of messages as `target` (ours or llama-server) makes them; behind an answer, which
-    comes last, only those that it computed: what the template puts there has not been read yet, nor
-    has the answer's last token."""
+    """Return a function for the tokens of messages on `target` (ours or llama-server). If the last
+    message is an answer, only computed tokens count: not the template's text after it, and not the
+    answer's last token."""
 
     def tokens(messages: Messages) -> list[int]:
         answered = messages[-1]["role"] == "assistant"
@@ -64,8 +65,8 @@ def computed_tokens(target: BenchTarget) -> Tokens:
 
 @dataclass
 class Figures:
-    """What one scenario found for each server, start by start or round by round. Each of ours may
-    be `bar` at most."""
+    """The figures of one scenario for each server, by start or by round. Each of ours may be at
+    most `bar`."""
 
     title: str
     unit: str
@@ -73,7 +74,7 @@ class Figures:
     values: dict[str, list[float]] = field(default_factory=dict)
 
     def put(self, name: str, value: float) -> None:
-        """One more figure."""
+        """Add a figure."""
         self.values.setdefault(name, []).append(value)
         print(
             f"  {self.title}, {name}: {value:.4g} {self.unit} (bar {self.bar:g})",
@@ -83,11 +84,11 @@ class Figures:
 
     @property
     def missed(self) -> bool:
-        """Whether one of ours is beyond the bar."""
+        """Return whether one of our figures is above the bar."""
         return max(self.values["localllm"]) > self.bar
 
     def tell(self) -> None:
-        """Print all of it."""
+        """Print all figures."""
         print(f"\n{self.title} (bar {self.bar:g} {self.unit}){': MISSED' if self.missed else ''}")
         for name, values in self.values.items():
             print(f"  {name:14} {'  '.join(f'{v:.4g}' for v in values)}")
@@ -95,7 +96,7 @@ class Figures:
 
 @dataclass
 class Bench:
-    """The model, the peer if there is one, and what was found."""
+    """The model, the peer if there is one, and the results."""
 
     model: str
     peer: Path | None
@@ -104,14 +105,14 @@ class Bench:
     found: list[Figures] = field(default_factory=list)
 
     def figures(self, title: str, unit: str, bar: float) -> Figures:
-        """A new table."""
+        """Add a table."""
         self.found.append(Figures(title, unit, bar))
         return self.found[-1]
 
     @contextmanager
     def ours(self, context: int, **settings: object) -> Iterator[Server]:
-        """Our server, not started yet, with folders of its own and `settings` as LOCALLLM_… in its
-        environment."""
+        """Yield our server, not started yet, with separate folders and `settings` as LOCALLLM_…
+        variables in its environment."""
         port = free_port()
         with tempfile.TemporaryDirectory() as folder:
             names = {
@@ -132,8 +133,8 @@ class Bench:
 
     @contextmanager
     def peers(self, context: int, memory_gb: float) -> Iterator[list[Server]]:
-        """llama-server, not started yet, with so much memory for its cache; none where none was
-        named."""
+        """Yield llama-server, not started yet, with this memory for its cache, or an empty list if
+        there is no peer."""
         if self.peer is None:
             yield []
             return
@@ -151,7 +152,7 @@ class Bench:
     # --- scenarios --------------------------------------------------------------------------------
 
     def run_starts(self) -> None:
-        """Each start has new chats and a new file; the system prompt is the first start's."""
+        """Each start has new chats and a new file. The system prompt is that of the first start."""
         figures = self.figures("tokens prefilled twice in each start", "tokens", 50)
         with self.ours(16384) as server:
             seen = TokensRead(computed_tokens(server.target))
@@ -165,7 +166,7 @@ class Bench:
                 server.stop()
 
     def run_full(self) -> None:
-        """Each round has a new system prompt; one round is about a quarter of what memory holds."""
+        """Each round has a new system prompt. One round needs about a quarter of the memory."""
         figures = self.figures(
             f"tokens prefilled twice in each round with {_FULL_GB} GB", "tokens", 200
         )
@@ -181,8 +182,8 @@ class Bench:
                 server.stop()
 
     def run_bigline(self) -> None:
-        """Cells are free for both requests; only the last block of the line (512 tokens) may be
-        computed again."""
+        """There are free cells for both requests, so only the last block of the chat (512 tokens)
+        may be computed again."""
         figures = self.figures(
             f"tokens of a long chat not found, {_BIGLINE_GB} GB, after a short one", "tokens", 600
         )
@@ -195,7 +196,7 @@ class Bench:
                     server.stop()
 
     def run_restart(self) -> None:
-        """As `bench --against` measures it, over one folder."""
+        """Measure as `bench --against` does, with one folder."""
         with self.ours(16384) as server:
             server.start()
             scenarios = ProcessScenarios(Counter(server.target), None)
@@ -204,13 +205,13 @@ class Bench:
                 for name in ("restart", "kill"):
                     scenarios.run(name, server.target)
             for title, table in scenarios.tables.items():
-                # On a shared machine a single TTFT says little.
+                # On a shared machine a single TTFT is unreliable.
                 self.figures(f"{title}, median of 3", "×", 0.02).put(
                     server.name, table.median(server.name)
                 )
 
     def run_long(self) -> None:
-        """Cold, then after a restart and, when all was written, after a kill."""
+        """Measure cold, after a restart, and after a kill when everything was written."""
         figures = self.figures(
             "first token of a long prompt after a restart, and after kill -9", "× cold", 0.05
         )
@@ -231,7 +232,7 @@ class Bench:
 
 
 def _take_turns(seen: TokensRead, server: Server, system: str, where: str) -> None:
-    """Three chats behind one system prompt, four growing turns each."""
+    """Run three chats with one system prompt, four growing turns each."""
     chats: list[Messages] = [
         [{"role": "system", "content": system}, *user(f"I am person {i} {where}. Hello!")]
         for i in range(_CHATS)
@@ -243,7 +244,7 @@ def _take_turns(seen: TokensRead, server: Server, system: str, where: str) -> No
 
 
 def _not_found(server: Server) -> int:
-    """Tokens of a long chat that its next turn had to compute again after a short request."""
+    """Return the tokens of a long chat that its next turn computed again after a short request."""
     seen = TokensRead(computed_tokens(server.target))
     messages = user(f"Read this: {unique(_BIG_WORDS, 1)}")
     said = _ask(seen, server, messages)
@@ -265,7 +266,7 @@ def _stop(server: Server) -> None:
 
 
 def main() -> None:
-    """Run and report; the exit code is 1 when a bar is missed."""
+    """Run and report. The exit code is 1 if a bar is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,5 @@
-"""Rounds in turn, and one request through an engine in this process: for every bench that compares
-a few ways of one thing."""
+"""Rounds in turn, and one request through an engine in this process, for benchmarks that compare
+several variants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localllm.engine.messages import Request
 
 
 def interleave(rounds: int, *runs: Callable[[], None]) -> None:
-    """Every run once a round, the first of a round taking turns."""
+    """Run every function once per round, starting with a different one in each round."""
     for i in range(rounds):
         for run in rotated(runs, i):
             run()
@@ -23,7 +23,7 @@ def interleave(rounds: int, *runs: Callable[[], None]) -> None:
 
 
 def report(tables: Sequence[RoundComparison], first: str, out: Path | None = None) -> None:
-    """Print medians, spread and the ratio of `first` to the others, and write all of it to
+    """Print medians, spread and the ratio of `first` to the others, and write everything to
     `out`."""
     for table in tables:
         print("", *table.lines(first), sep="\n", flush=True)
@@ -34,7 +34,7 @@ def report(tables: Sequence[RoundComparison], first: str, out: Path | None = Non
 
 
 def timed(engine: Engine, request: Request, prompt: list[int]) -> tuple[float, float]:
-    """(seconds to the first text, seconds from it to the last) of `request`, alone."""
+    """Run `request` alone. Return seconds to the first text, and from there to the last."""
     started = time.perf_counter()
     engine.submit(request, prompt)
     first: float | None = None
@@ -48,6 +48,6 @@ def timed(engine: Engine, request: Request, prompt: list[int]) -> tuple[float, f
 
 
 def settle(engine: Engine) -> None:
-    """Let the engine's housekeeping between requests end."""
+    """Wait until the engine's work between requests is done."""
     while engine.idle():
         pass

@@ -1,12 +1,14 @@
-"""Schemas at scale: those of guidance-ai/jsonschemabench (MaskBench) with their valid and invalid
-instances, as an answer's form and as a tool's parameters, beside plain llguidance in the same run.
+"""JSON schemas in bulk: guidance-ai/jsonschemabench (MaskBench), compared with plain llguidance.
 
     python -m benchmarks.schemas PATH [--sample N]
 
-PATH is the repository, or its folder maskbench/data. Every schema is taken as strict: kept whole,
-or refused by name. Members come in the schema's order, as plain llguidance has them; MaskBench's
-authors ordered the instances of the schemas that it took, so those of schemas that only we take are
-rejected where they stand in another order.
+Each schema is used as an answer's form and as a tool's parameters, with its valid and invalid
+instances, and with plain llguidance in the same run. PATH is the repository, or its folder
+maskbench/data. Every schema is treated as strict: enforced completely, or rejected with the
+keyword's name. Members come in the schema's order, as in plain llguidance. MaskBench's authors
+sorted the instances of the schemas that it accepted. Instances of schemas that only we accept may
+have another order, and are then rejected.
+
 """
 
 from __future__ import annotations
@@ -42,12 +44,13 @@ TOKENIZER = LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), eos_token=[256])
 
 
 def answer(schema: Any) -> str:
-    """The grammar of an answer in this form. Raises UnsupportedError."""
+    """Return the grammar of an answer in this form. Raises UnsupportedError."""
     return LLMatcher.grammar_from_lark(schemas_in(f"start: %json {json.dumps(schema)}\n"))
 
 
 def call(schema: Any) -> str:
-    """The grammar of a call of a strict tool with these parameters. Raises UnsupportedError."""
+    """Return the grammar of a call of a strict tool with these parameters. Raises
+    UnsupportedError."""
     kept, _ = constrainable(
         [{"type": "function", "function": {"name": "f", "parameters": schema}, "strict": True}]
     )
@@ -72,7 +75,7 @@ def allows(matcher: LLMatcher, text: str) -> bool:
 
 
 def matcher_of(path: Any, schema: Any, why: Counter[str]) -> LLMatcher | None:
-    """A matcher of the schema; None, and the reason counted, where it is refused."""
+    """Return a matcher of the schema. If it is rejected, count the reason and return None."""
     try:
         matcher = LLMatcher(TOKENIZER, path(schema), log_level=0)
         reason = matcher.get_error().splitlines()[0] if matcher.is_error() else ""
@@ -101,7 +104,7 @@ def measure(found: list[Path]) -> Iterator[tuple[str, Counter[str], list[float],
             if name == "call" and (
                 "object" not in kind or not any(isinstance(t["data"], dict) for t in tests)
             ):
-                continue  # arguments are an object
+                continue  # arguments must be an object
             counts["schemas"] += 1
             began = time.perf_counter()
             matcher = matcher_of(path, schema, why)

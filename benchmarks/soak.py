@@ -1,18 +1,19 @@
-"""A long day in minutes: mixed requests with random disconnects, memory watched, then a worker
-killed at any moment.
+"""A long day in minutes: mixed requests with disconnects, memory use, then kills of the worker.
 
 python -m benchmarks.soak [--requests 3000] [--restarts 5] [--kills 20] [--model FILE] [--seed N]
 [--out FILE]
 
-Bars: nothing hung, nothing lost; in the last tenth 95 % is reused of what a reference of the same
-budgets would reuse (soak_reuse.py), and the cache is within its budgets at every sample; resident
-memory of server and worker grows by less than 2 % over the last two thirds; after each kill every
-request in flight ends in a finish or an error within 5 s. Memory is sampled every 25 ended
-requests; growth compares the median of the last tenth of those two thirds' samples with that of
-their first tenth. The prefix cache is bounded by settings (100 MB here, about 4,400 tokens of
-SmolLM2, and twice that on disk), so that it is full long before. With restarts (SIGTERM, then a
-start on the same folders) growth is told but not
-judged: every start begins anew. Reuse is compared for models whose state can be cut anywhere.
+Bars: no request hangs or is lost. In the last tenth, reuse is at least 95 % of that of a reference
+with the same budgets (soak_reuse.py), and the cache is within its budgets at every sample. Resident
+memory of server and worker grows by less than 2 % over the last two thirds. After each kill, every
+request in flight ends with a finish or an error within 5 s.
+
+Memory is sampled every 25 ended requests. Growth compares the median of the last tenth of the
+samples in these two thirds with that of their first tenth. Settings limit the prefix cache (100 MB
+here, about 4,400 tokens of SmolLM2, and twice that on disk), so it is full long before. With
+restarts (SIGTERM, then a start with the same folders) growth is printed but has no bar, because
+every start begins again. Reuse is compared for models whose state can be truncated anywhere.
+
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ _MOMENTS = ("decode", "prefill", "load", "idle")
 
 @dataclass
 class Report:
-    """What a soak found. `refused` counts what was sent behind a kill and told to come again,
-    beside `ends`."""
+    """The results of a soak. `refused` counts requests that were rejected after a kill. They are
+    not in `ends`."""
 
     ends: list[Ended] = field(default_factory=list)
     reuse: Reuse | None = None
@@ -66,24 +67,25 @@ class Report:
     refused: int = 0
 
     def count(self) -> Counter[str]:
-        """How many requests ended in which way."""
+        """Return the number of requests by kind of end."""
         return Counter(e.end for e in self.ends)
 
     def bad(self) -> list[Ended]:
-        """Requests that ended as none may."""
+        """Return the requests with a forbidden end."""
         return [e for e in self.ends if e.end in ("lost", "hung", "wrong")]
 
 
 def growth(samples: list[int]) -> float:
-    """Growth over the last two thirds: the median of their last tenth over that of their first,
-    less one."""
+    """Return the growth over the last two thirds: the median of their last tenth ÷ that of their
+    first, minus one."""
     window = samples[len(samples) // 3 :]
     tenth = max(1, len(window) // 10)
     return statistics.median(window[-tenth:]) / statistics.median(window[:tenth]) - 1
 
 
 def worker_of(server_pid: int, *, besides: int = 0) -> psutil.Process | None:
-    """The server's worker process, unless it has the pid `besides`; None while there is none."""
+    """Return the server's worker process with a pid other than `besides`, or None if there is
+    none."""
     for child in psutil.Process(server_pid).children():
         try:
             if (
@@ -128,8 +130,8 @@ async def soak(
 
 
 async def unfinished(http: httpx.AsyncClient) -> float:
-    """Requests the engine still holds a little after the last client is gone: 0, or some were never
-    cancelled."""
+    """Return the requests that the engine still has shortly after the last client left. More than 0
+    means that some were never cancelled."""
     held: list[str] = []
     for _ in range(50):
         page = (await http.get("/metrics")).text
@@ -143,8 +145,8 @@ async def unfinished(http: httpx.AsyncClient) -> float:
 async def kill(
     http: httpx.AsyncClient, server_pid: int, moment: str, rng: random.Random, report: Report
 ) -> None:
-    """Kill the worker once at a random point of `moment` with requests in flight; then wait until
-    one succeeds."""
+    """Kill the worker once at a random point of `moment` with requests in flight. Then wait until a
+    request succeeds."""
     victim = worker_of(server_pid)
     assert victim is not None, "no worker to kill"
     events = [Events() for _ in range(rng.randint(*IN_FLIGHT))]
@@ -155,8 +157,8 @@ async def kill(
     killed = time.monotonic()
     if moment in ("idle", "load"):
         victim.kill()
-        # Behind a kill comes a request that meets the dead worker, or one that makes the next one
-        # load.
+        # After the kill, send a request that reaches the dead worker, or one that starts the next
+        # worker.
         await asyncio.sleep(0.2 if moment == "load" else 0.1 * rng.random())
     flight = fly()
     if moment == "decode":
@@ -168,7 +170,7 @@ async def kill(
     elif moment == "load":
         while (loading := worker_of(server_pid, besides=victim.pid)) is None:
             await asyncio.sleep(0.005)
-            # refused: a worker that crashed often is not loaded again at once
+            # rejected: a worker that crashed often is not restarted immediately
             if all(f.done() for f in flight):
                 early = [f.result() for f in flight]
                 report.ends += [e for e in early if e.end != "refused"]
@@ -183,7 +185,7 @@ async def kill(
     recovery = asyncio.create_task(_recover(http, report))
     ends = await asyncio.gather(*flight)
     report.ends += ends
-    # One that had no token yet is tried once more, and takes as long as any.
+    # A request without a token yet is retried once, and takes as long as any other.
     worst = max((e.at_s for e in ends if e.end != "finished"), default=killed) - killed
     report.after_kill_s.setdefault(moment, []).append(worst)
     report.recovery_s.append(await recovery - killed)
@@ -196,8 +198,8 @@ async def kill(
 
 
 async def _recover(http: httpx.AsyncClient, report: Report) -> float:
-    """When a new request succeeded (time.monotonic), tried again while it is refused; infinity if
-    none did."""
+    """Return the time (time.monotonic) at which a new request succeeded, with retries while it is
+    rejected. Return infinity if none did."""
     for _ in range(_RECOVERY_TRIES):
         again = await send(http, flowing("Say hello.", 4))
         report.longest_wait_s = max(report.longest_wait_s, again.took_s)
@@ -217,8 +219,8 @@ def _flight(moment: str, rng: random.Random) -> Ask:
 
 
 async def run(server: Server, plan: argparse.Namespace, cache: Path, report: Report) -> None:
-    """The soak with its restarts and then the kills, on a server that runs and keeps its cache's
-    files in `cache`; `report` grows as they go."""
+    """Run the soak with its restarts, and then the kills. The server is running and stores its
+    cache files in `cache`. Results are added to `report`."""
     rng = random.Random(plan.seed)
     asks = [draw(rng) for _ in range(plan.requests)]
     starts = plan.restarts + 1
@@ -297,7 +299,7 @@ def tell(report: Report) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run and report; the exit code is 1 when a bar is missed."""
+    """Run and report. The exit code is 1 if a bar is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -320,7 +322,7 @@ def main() -> None:
             asyncio.run(run(server, arguments, folder / "cache" / "prefixes", report))
         finally:
             server.stop()
-            # Cut short, it still says what it saw.
+            # Print the results even if the run is interrupted.
             figures = tell(report)
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(figures, indent=1), encoding="utf-8")

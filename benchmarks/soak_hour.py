@@ -9,8 +9,8 @@ quarter of the requests. The models are tiny, so that an hour has many requests;
 the one that stays.
 
 A row has the medians of a sixth of the time. Bars, from the second row to the last: resident memory
-grows by less than 2 %, descriptors by at most 4, threads by at most 2; nothing hangs, nothing is
-lost.
+grows by less than 2 %, descriptors by at most 4, threads by at most 2. No request hangs or is lost.
+
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _RSS_BAR, _DESCRIPTORS_BAR, _THREADS_BAR = 0.02, 4, 2
 
 @dataclass(frozen=True)
 class Use:
-    """What one process holds."""
+    """The resources of one process."""
 
     rss_bytes: float
     descriptors: float
@@ -85,7 +85,8 @@ def _use(process: psutil.Process) -> Use:
 
 
 def _processes(server_pid: int, steady: psutil.Process) -> Iterator[tuple[str, psutil.Process]]:
-    """The server, the worker of the model that stays, and the server's other children together."""
+    """Yield the server, the worker of the model that stays, and the server's other children
+    together."""
     server = psutil.Process(server_pid)
     yield "server", server
     yield "worker", steady
@@ -144,13 +145,14 @@ async def _swap(
 
 
 async def _unload(http: httpx.AsyncClient, name: str) -> None:
-    """Unload a model when its last request has ended. Until then the server refuses."""
+    """Unload a model when its last request has ended. Until then the server rejects it."""
     while not await _managed(http, "unload", name):
         await asyncio.sleep(0.2)
 
 
 async def _managed(http: httpx.AsyncClient, what: str, name: str) -> bool:
-    """Send a load or unload. False if it was refused, or if the idle connection was just closed."""
+    """Send a load or unload. Return False if it was rejected, or if the idle connection was just
+    closed."""
     try:
         reply = await http.post(f"/models/{what}", json={"model": name})
     except httpx.HTTPError:
@@ -159,7 +161,7 @@ async def _managed(http: httpx.AsyncClient, what: str, name: str) -> bool:
 
 
 def _row(hour: Hour, index: int, row_s: float) -> dict[str, Use]:
-    """The medians of a row by role."""
+    """Return the medians of a row by role."""
     part = [s for at, s in hour.samples if index * row_s <= at < (index + 1) * row_s]
     found = {}
     for role in dict.fromkeys(role for sample in part for role in sample):
@@ -186,7 +188,7 @@ def _print_row(hour: Hour, index: int, row_s: float) -> None:
 
 
 async def run(server: Server, plan: argparse.Namespace, hour: Hour) -> None:
-    """Keep `plan.streams` clients busy for the time."""
+    """Keep `plan.streams` clients busy until the end."""
     assert server.process is not None
     until_s = 60.0 * plan.minutes
     loaded = [_SWAPPED[0]]
@@ -194,7 +196,7 @@ async def run(server: Server, plan: argparse.Namespace, hour: Hour) -> None:
     async with httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{server.port}", timeout=None, limits=limits, trust_env=False
     ) as http:
-        # The other models are unloaded, so that the worker left is that of the model that stays.
+        # The other models are unloaded, so the remaining worker is that of the model that stays.
         for name in _SWAPPED:
             await _unload(http, name)
         steady = worker_of(server.process.pid)
@@ -211,7 +213,7 @@ async def run(server: Server, plan: argparse.Namespace, hour: Hour) -> None:
 
 
 def grown(second: dict[str, Use], last: dict[str, Use]) -> list[str]:
-    """What rose from the second row to the last by more than its bar."""
+    """Return the figures that rose from the second row to the last by more than their bar."""
     found = []
     for role in ("server", "worker"):
         before, after = second[role], last[role]
@@ -256,7 +258,7 @@ def _models(folder: Path, steady: Path | None) -> list[Path]:
 
 
 def main() -> None:
-    """Run and report; the exit code is 1 if a bar is missed."""
+    """Run and report. The exit code is 1 if a bar is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

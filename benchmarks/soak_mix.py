@@ -1,5 +1,4 @@
-"""Requests of every kind a server meets, drawn from a seed, and a client that says how each of them
-ended."""
+"""Random requests of every kind from a seed, and a client that records how each of them ended."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ import httpx
 Body = dict[str, Any]
 End = Literal["finished", "refused", "failed", "left", "lost", "hung", "wrong"]
 
-# A request that has not ended by then hangs: the longest of the mix takes seconds, behind a full
-# queue tens of them.
+# A request that takes longer than this hangs. The longest of the mix takes seconds, and tens of
+# seconds in a full queue.
 LIMIT_S = 180.0
 _KINDS = {
     "chat": 32,
@@ -54,7 +53,7 @@ _TOOL = {
         },
     },
 }
-# Long enough to be worth keeping, and few enough that most requests find theirs cached: about 300
+# Long enough to be worth caching, and few enough that most requests find theirs cached: about 300
 # tokens each.
 _HEADS = [f"You are assistant number {i}. " + f"Rule {i}: answer shortly, plainly, about the question. " * 25
           for i in range(6)]  # fmt: skip
@@ -74,10 +73,10 @@ _TOPICS = [
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: where it goes, and when its client leaves.
+    """One request: its path and body, and the time at which its client leaves.
 
-    `leave_s` after the request was sent, whatever has come by then; `leave_events` after so many
-    events of a stream.
+    `leave_s`: seconds after the request was sent, for any answer so far. `leave_events`: the number
+    of events of a stream.
     """
 
     kind: str
@@ -94,7 +93,8 @@ class Ask:
 
 @dataclass(slots=True)
 class Ended:
-    """How a request ended, when (time.monotonic), and in what words where it did not finish."""
+    """The end of a request: kind, time (time.monotonic), and the error text if it did not
+    finish."""
 
     ask: Ask
     end: End
@@ -105,8 +105,8 @@ class Ended:
 
 @dataclass(slots=True)
 class Events:
-    """What a request has said so far, for whoever must act in the midst of its stream, and at last
-    its usage."""
+    """The events of a request so far, for tasks that act during its stream, and finally its
+    usage."""
 
     seen: int = 0
     words: int = 0
@@ -116,11 +116,11 @@ class Events:
 
 
 def draw(rng: random.Random, *, longest_words: int = 340) -> Ask:
-    """The next request of the mix. `longest_words` bounds the long prompts; one of their words is
-    about six tokens."""
+    """Return the next request of the mix. `longest_words` limits the long prompts. One of their
+    words has about six tokens."""
     kind = rng.choices(list(_KINDS), list(_KINDS.values()))[0]
-    # Mostly short answers, as a soak is about many requests and not about many tokens: 1 to 64,
-    # log-uniform.
+    # Mostly short answers of 1 to 64 tokens, log-uniform, because a soak needs many requests, not
+    # many tokens.
     body: Body = {"max_tokens": round(64 ** rng.random()), "stream": rng.random() < 0.7}
     body |= {"temperature": rng.choice([0, 0, 0.8, 1.2]), "seed": rng.randrange(1000)}
     text = f"Tell me about {rng.choice(_TOPICS)} and {rng.choice(_TOPICS)}."
@@ -154,7 +154,7 @@ def draw(rng: random.Random, *, longest_words: int = 340) -> Ask:
         body["messages"] = messages
     leave_s = leave_events = None
     if rng.random() < _LEAVES:
-        # Before the headers, while the prompt is read, or in the midst of the answer.
+        # Before the headers, during prefill, or during the answer.
         if body["stream"] and rng.random() < 0.5:
             leave_events = rng.randint(1, 20)
             body["max_tokens"] = 64
@@ -164,14 +164,14 @@ def draw(rng: random.Random, *, longest_words: int = 340) -> Ask:
 
 
 def unique(rng: random.Random, longest_words: int) -> str:
-    """From a quarter of `longest_words` up to all of them, log-uniform, that no cache has seen."""
+    """Return `longest_words` ÷ 4 to `longest_words` words, log-uniform, that no cache contains."""
     return " ".join(
         f"w{rng.randrange(1000, 9999)}" for _ in range(int(longest_words * 4 ** -rng.random()))
     )
 
 
 def flowing(text: str, n: int) -> Ask:
-    """A stream of `n` tokens that nothing but its length ends."""
+    """Return a stream of `n` tokens that only its length limit ends."""
     body = {
         "messages": [{"role": "user", "content": text}],
         "max_tokens": n,
@@ -185,7 +185,8 @@ def flowing(text: str, n: int) -> Ask:
 async def send(
     http: httpx.AsyncClient, ask: Ask, events: Events | None = None, limit_s: float = LIMIT_S
 ) -> Ended:
-    """Send `ask` and account for it, as itself leaves or to its end; at most `limit_s` seconds."""
+    """Send `ask` and return its end. The client leaves as `ask` defines, at the latest after
+    `limit_s`."""
     began = time.monotonic()
     events = events or Events()
     deadline = limit_s if ask.leave_s is None else min(limit_s, ask.leave_s)
@@ -268,7 +269,7 @@ def _refusal(status: int, content: bytes) -> tuple[End, str]:
 
 
 def _kept(text: str) -> tuple[End, str]:
-    """Whether an answer that ended by itself is of the schema."""
+    """Return whether an answer that ended without its limit matches the schema."""
     try:
         value = json.loads(text)
         good = set(value) == set(_REQUIRED) and value["size"] in ("small", "large")

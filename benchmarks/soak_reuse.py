@@ -1,5 +1,4 @@
-"""How much of a soak's prompts was reused beside what a reference of the same budgets would reuse,
-and the budgets."""
+"""The reuse of a soak's prompts compared with a reference of the same budgets, and the budgets."""
 
 from __future__ import annotations
 
@@ -13,24 +12,23 @@ import httpx
 from benchmarks.reference_cache import ReferenceCache
 from benchmarks.soak_mix import Ask, Ended, Events, send
 
-# Two answers to one prompt report one sum; a call of a tool is made in several parts, behind an
+# Two answers to one prompt report one sum. A tool call is generated in several parts, after an
 # instruction of ours.
 _NOT_COMPARED = ("choices", "tools")
-# What counts as "after a restart": about one refill of the cache the soak runs with.
+# The number of requests "after a restart": about one refill of the cache in the soak.
 _AFTER_RESTART = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Bytes a cache may hold in memory and in its folder."""
+    """The bytes that a cache may use in memory and in its folder."""
 
     memory_bytes: int
     disk_bytes: int
     folder: Path
 
     def broken(self, metrics: str) -> str:
-        """What a page of /metrics and the folder show to be over its budget; "" while nothing
-        is."""
+        """Return the budget that /metrics and the folder exceed, or ""."""
         held, capacity = metric(metrics, "cache_bytes"), metric(metrics, "cache_capacity_bytes")
         on_disk = sum(_size(p) for p in self.folder.rglob("*") if p.is_file())
         if not held <= capacity <= self.memory_bytes:
@@ -42,8 +40,8 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True)
 class Reused:
-    """One request that was compared: its number in the soak and since the start, tokens cached,
-    tokens the reference had."""
+    """One compared request: its number in the soak and since the start, cached tokens, and the
+    reference's tokens."""
 
     n: int
     since_start: int
@@ -53,11 +51,12 @@ class Reused:
 
 @dataclass
 class Reuse:
-    """Sends a soak's requests, and keeps a reference beside the server's cache.
+    """Sends a soak's requests, and maintains a reference for the server's cache.
 
-    A request's prompt is made by the server itself, and compared only if it reports as many tokens.
-    What the reference has is asked when the request is sent, so it knows no line that ended while
-    the request waited; the server may."""
+    The server itself renders a request's prompt. It is compared only if the request reports the
+    same number of tokens. The reference is read when the request is sent, so it lacks sequences
+    that ended while the request waited. The server may have them.
+    """
 
     reference: ReferenceCache
     budgets: Budgets
@@ -69,12 +68,12 @@ class Reuse:
     _since_start: int = 0
 
     def restart(self) -> None:
-        """The server was stopped cleanly and started again."""
+        """Record that the server was stopped cleanly and started again."""
         self.reference.restart(clean=True)
         self.starts, self._since_start = self.starts + 1, 0
 
     async def send(self, http: httpx.AsyncClient, ask: Ask) -> Ended:
-        """Send and account for `ask`, and compare."""
+        """Send `ask`, record its end, and compare."""
         prompt = await _prompt(http, ask) if ask.kind not in _NOT_COMPARED else None
         wanted = self.reference.reuse(prompt) if prompt is not None else 0
         events = Events()
@@ -82,8 +81,8 @@ class Reuse:
         self._ended += 1
         self._since_start += 1
         if prompt is not None and (events.text or ended.end == "finished"):
-            # Something was said, so the whole prompt was read. The last token said need not have
-            # been.
+            # There was output, so the whole prompt was read. The last token of the output may not
+            # have been.
             answer = await _tokens(http, events.text, first=False)
             self.reference.finished(prompt + answer[:-1])
         usage = events.usage
@@ -95,7 +94,7 @@ class Reuse:
         return ended
 
     async def sample(self, http: httpx.AsyncClient) -> None:
-        """Look whether the budgets hold now."""
+        """Check the budgets now."""
         if said := self.budgets.broken((await http.get("/metrics")).text):
             self.broken.append(f"after {self._ended} requests: {said}")
 
@@ -126,21 +125,21 @@ class Reuse:
         }
 
     def tenths(self) -> list[float]:
-        """The share reused in each tenth of the requests compared."""
+        """Return the reused share in each tenth of the compared requests."""
         n = len(self.found)
         return [share(self.found[n * i // 10 : n * (i + 1) // 10]) for i in range(10)]
 
 
 def share(found: Sequence[Reused]) -> float:
-    """How much of what the reference had was reused; what the server had besides makes up for
-    nothing. 1 of nothing."""
+    """Return the reused share of the reference's tokens. Additional tokens of the server do not
+    compensate for missing ones. Without tokens the share is 1."""
     wanted = sum(r.wanted for r in found)
     return sum(min(r.cached, r.wanted) for r in found) / wanted if wanted else 1.0
 
 
 async def measured(http: httpx.AsyncClient, warm_up: Ask) -> int:
-    """Bytes that a token takes in the cache of a server that has answered nothing yet, by what
-    `warm_up` leaves there."""
+    """Return the bytes per token in the cache of a new server, from the cache's size after
+    `warm_up`."""
     events = Events()
     await send(http, warm_up, events)
     tokens = events.usage["prompt_tokens"] + events.usage["completion_tokens"] - 1
@@ -151,12 +150,12 @@ async def measured(http: httpx.AsyncClient, warm_up: Ask) -> int:
 
 
 def metric(page: str, name: str) -> float:
-    """The sum of a gauge over all models on a page of /metrics."""
+    """Return the sum of a gauge over all models on a page of /metrics."""
     return sum(map(float, re.findall(rf"^localllm_{name}\{{.*\}} (\S+)$", page, re.M)))
 
 
 async def _prompt(http: httpx.AsyncClient, ask: Ask) -> list[int] | None:
-    """The tokens `ask` becomes, made by the server; None if it does not say."""
+    """Return the prompt tokens of `ask` from the server, or None if it does not return them."""
     text = ask.body.get("prompt")
     if text is None:
         reply = await http.post("/apply-template", json={"messages": ask.body["messages"]})

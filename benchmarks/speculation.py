@@ -1,15 +1,15 @@
-"""Drafting against no drafting: five kinds of text, 1 and 4 streams, in turn within one engine
-(bar: 0.97; copies 1.75).
+"""Drafting compared with plain decoding, for five kinds of text (bar: 0.97; copies 1.75).
 
 python -m benchmarks.speculation [--rounds 5] [--model smollm2|gemma|FILE] [--draft FILE] [--streams
 1,4] [--only copy] [--cpu]
 
-Greedy throughout, the prefix cache off, so that every round does the same work. The time counted is
-decoding alone: from the first token of the last stream that began to the end. `--draft`: a second
-model, or a drafter trained for the first.
-`--cpu`: one thread, and its processor time instead of the clock's, beside other programs. `--costs
-1,1.3,1.4,1.7,2.2,3.0`: the clock of a device on which steps over 1, 2, 4, 8, 16 and 32 rows take so
-many plain ones, and a guess 0.08: real answers and real guesses in the time they would take there.
+Both take turns in one engine, with 1 and 4 streams. Decoding is greedy and the prefix cache is off,
+so every round does the same work. Only decoding is timed: from the first token of the last stream
+that began to the end. `--draft`: a second model, or a drafter trained for the first. `--cpu`: one
+thread, and its processor time instead of the clock's, for a busy machine. `--costs
+1,1.3,1.4,1.7,2.2,3.0`: the clock of a simulated device. Steps with 1, 2, 4, 8, 16 and 32 rows take
+that many times a plain step, and a guess takes 0.08. The answers and guesses are real.
+
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _chat(*turns: str) -> str:
 
 
 def prompt(kind: str, seed: int) -> str:
-    """One prompt of a kind, different for every seed."""
+    """Return one prompt of a kind, different for every seed."""
     rng = random.Random(seed)
     thing = rng.choice(NAMES)
     if kind == "chat":
@@ -70,7 +70,7 @@ def prompt(kind: str, seed: int) -> str:
 
 
 class Replay:
-    """A clock that only the model's steps and guesses move."""
+    """A clock that only the model's steps and guesses advance."""
 
     def __init__(self, backend: Backend, costs: list[float]) -> None:
         self.now_s, self._costs = 0.0, costs
@@ -83,7 +83,7 @@ class Replay:
 
         def drafted(wanted: list[tuple[int, int, int]]) -> list[list[int]]:
             drafts = draft(wanted)
-            # A head that stops because it is unsure has computed one more.
+            # A head that stops because of low probability has computed one more token.
             computed = max(min(len(d) + 1, w[2]) for d, w in zip(drafts, wanted, strict=True))
             self.now_s += 0.01 * 0.08 * computed
             return drafts
@@ -92,7 +92,7 @@ class Replay:
 
 
 class Bench:
-    """One engine with drafting on; a request says whether it wants any."""
+    """One engine with drafting on. Each request states whether it uses drafts."""
 
     def __init__(
         self, path: Path, draft: Path | None, *, cpu: bool = False, costs: list[float] | None = None
@@ -118,7 +118,7 @@ class Bench:
         self.differing = 0
 
     def run(self, kind: str, streams: int, seed: int, mode: str, n: int) -> float:
-        """Tokens/s over all streams."""
+        """Return the tokens/s of all streams together."""
         engine = self.engine
         for i in range(streams):
             greedy = Generation(Sampling(temperature=0.0), n, ignore_eos=True, cache_prompt=False)

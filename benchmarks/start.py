@@ -92,7 +92,7 @@ def main() -> None:
     if theirs is None:
         raise SystemExit("there is no llama-server: --llama-server PROGRAM")
     n_ctx = str(options.context)
-    # Without this variable Python writes compiled files, as it does for people.
+    # Without this variable, Python writes compiled files, as on users' machines.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with empty_home():
         port, port_of_theirs = free_port(), free_port()

@@ -1,13 +1,13 @@
-"""The starter model: 30 everyday questions with many seeds, by system prompt and sampling, next to
-llama-cpp-python.
+"""The starter model: 30 everyday questions with many seeds, by system prompt and sampling.
 
 python -m benchmarks.starter [--seeds 20] [--first-seed 1] [--tokens 64] [--only NAME ...]
     [--llama-cpp-python]
 
-Counts the answers whose first sentence is sensible, by a pattern for each question, and those that
-loop: half of the last 96 words are three words that the answer had before. Only answers of 48 words
-and more can loop, so --tokens must be large enough. Answers go to --answers FILE, so that a person
-can judge them too. The figures do not depend on the machine's load.
+The program counts the answers whose first sentence is sensible, by a pattern for each question, and
+those that loop: half of the last 96 words are groups of three words that the answer had before.
+Only answers of 48 words and more can loop, so --tokens must be large enough. Answers go to
+--answers FILE, so that a person can judge them too. --llama-cpp-python compares with that package.
+The figures do not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ QUESTIONS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to ask. `system`: None leaves the template's own prompt; `raw`: without any."""
+    """A way to ask. `system`: None keeps the template's own prompt. `raw`: no system prompt."""
 
     name: str
     system: str | None = None
@@ -91,14 +91,14 @@ VARIANTS = (
 
 
 def sensible(question: str, answer: str) -> bool:
-    """Whether the first sentence has the words of a right answer."""
+    """Return whether the first sentence contains the words of a right answer."""
     lines = answer.strip().splitlines() or [""]
     first = re.split(r"(?<=[.!?])\s", " ".join(lines[:2]))
     return re.search(QUESTIONS[question], " ".join(first[:1]).lower()) is not None
 
 
 def loops(answer: str) -> bool:
-    """Whether half of the last words are groups of three that the answer had before."""
+    """Return whether half of the last words end groups of three that the answer had before."""
     words = answer.lower().split()
     seen: set[tuple[str, ...]] = set()
     repeated = []
@@ -111,7 +111,7 @@ def loops(answer: str) -> bool:
 
 
 def ask(url: str, variant: Variant, question: str, seed: int, tokens: int) -> str:
-    """One answer of the server at `url`."""
+    """Return one answer of the server at `url`."""
     body: dict[str, Any] = {"seed": seed, "max_tokens": tokens, **variant.sampling}
     if variant.raw:
         prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
@@ -157,7 +157,7 @@ def _of_llama_cpp_python(tokens: int) -> Callable[[Variant, str, int], str]:
 def measured(
     variant: Variant, seeds: range, one: Callable[[Variant, str, int], str], at_once: int
 ) -> Iterator[tuple[str, int, str]]:
-    """The answers to all questions: question, seed, text."""
+    """Yield question, seed and text of all answers."""
     asked = [(question, seed) for question in QUESTIONS for seed in seeds]
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         answers = [pool.submit(one, variant, question, seed) for question, seed in asked]
@@ -185,7 +185,7 @@ def report(name: str, answers: list[tuple[str, int, str]], file: Path | None) ->
 
 
 def main() -> None:
-    """Ask every question with every seed in every way, and print the counts."""
+    """Ask every question with every seed in every variant, and print the counts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first-seed", type=int, default=1)

@@ -1,16 +1,16 @@
-"""The engine's step on an emulated device: tokens/s ÷ ideal (streams ÷ T) for 1, 8 and 32 streams,
-in process and over HTTP.
+"""The engine's step on an emulated device: tokens/s ÷ ideal (streams ÷ T) for 1, 8 and 32 streams.
 
 python -m benchmarks step [--http] [--rounds 5] [--steps 200] [--vocabulary 152064] [--host]
 [--profile] [--graph-ms 2]
 
-A step is submitted and done T later (tests/support/emulated_device.py); rows are SmolLM2's,
-widened. In process time is this thread's processor time plus what it waited for the device, so that
-other programs cost only their share of the caches.
-`--host`: the device sorts nothing out, whole rows cross. The bars are printed beside what was
-measured. `--graph-ms`: instead, what a graph that is made anew whenever a step has other shapes
-costs streams that join and leave, and what of it padded shapes leave. `--http`: with worker
-process, pipe and SSE, and what each process costs (see --http --help).
+A step is submitted and done T later (tests/support/emulated_device.py). Rows are SmolLM2's,
+widened. In process, time is this thread's processor time plus its wait for the device, so other
+programs cost only their share of the caches. `--host`: the device selects no top logits and returns
+full rows. The bars are printed next to the measurements. `--graph-ms`: measure the cost of device
+graphs instead. A graph is rebuilt if a step has other shapes, which happens when streams join and
+leave. Padded shapes reduce this cost. `--http`: with worker process, pipe and SSE, and the cost of
+each process (see --http --help).
+
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ TEXT = "The lighthouse keeper wrote down the weather every evening, and one day 
 
 
 def recorded(n_vocab: int, n: int = 24) -> tuple[Rows, Callable[[int], bytes]]:
-    """Rows behind `n` tokens that SmolLM2 writes, widened; and how it spells tokens."""
+    """Return the widened rows after `n` tokens that SmolLM2 generates, and the spelling of its
+    tokens."""
     backend = backend_type.load(LoadSpec(str(smollm2()), n_ctx=256, n_threads=1))
     sequence = backend.new_sequence()
     tokens, rows = backend.tokenize(TEXT), []
@@ -65,7 +66,7 @@ def recorded(n_vocab: int, n: int = 24) -> tuple[Rows, Callable[[int], bytes]]:
 def streams(
     engine: Engine, n: int, sampling: Sampling, n_tokens: int, stop: tuple[str, ...] = ()
 ) -> None:
-    """`n` requests whose prompts are read."""
+    """Submit `n` requests and finish their prefill."""
     for i in range(n):
         prompt = [10 + i, *range(100, 140)]
         generation = Generation(replace(sampling, seed=i), n_tokens, stop=stop, cache_prompt=False)
@@ -77,7 +78,7 @@ def streams(
 def share_of_ideal(
     device: EmulatedDevice, clock: HostClock, n: int, sampling: Sampling, steps: int
 ) -> float:
-    """What the device computes of the time that steps take."""
+    """Return the device's computing time ÷ the time of the steps."""
     engine = Engine(device, EngineSettings(headroom_bytes=0, cache_bytes=2**20), clock=clock.now)
     streams(engine, n, sampling, steps + 40)
     for _ in range(20):
@@ -94,8 +95,8 @@ def share_of_ideal(
 def joining(
     rows: Rows, step_ms: float, n: int, graph_ms: float, *, padded: bool
 ) -> tuple[float, int]:
-    """Seconds that a device computes for 4,000 tokens of up to `n` streams of 40 to 250, and how
-    many graphs it made."""
+    """Return the seconds that a device computes for 4,000 tokens of up to `n` streams with 40 to
+    250 tokens, and the number of graphs it built."""
     rng, clock = np.random.default_rng(1), HostClock()
     speeds = replace(Speeds.flat(step_ms / 1e3), graph_s=graph_ms / 1e3, padded=padded)
     device = EmulatedDevice(rows, speeds, top=256, clock=clock)
@@ -115,7 +116,7 @@ def joining(
 
 
 def graphs(rows: Rows, graph_ms: float) -> None:
-    """What graphs cost, exact and padded."""
+    """Print the cost of graphs, exact and padded."""
     for step_ms in BARS:
         for n in (4, 8, 32):
             free_s, _ = joining(rows, step_ms, n, 0.0, padded=False)
@@ -129,7 +130,7 @@ def graphs(rows: Rows, graph_ms: float) -> None:
 
 
 def main() -> None:
-    """Measure and report: the median of all rounds, settings by turns."""
+    """Measure and report the median of all rounds, with the settings in turn."""
     if "--http" in sys.argv:
         from benchmarks import step_http
 

@@ -1,15 +1,15 @@
-"""The emulated device over HTTP: tokens/s ÷ ideal with worker process, pipe and SSE, beside the
-same in process; what each process costs.
+"""The emulated device over HTTP: tokens/s ÷ ideal with worker process, pipe and SSE.
 
 python -m benchmarks step --http [--rounds 5] [--tokens 400] [--profile server|worker [--case
 2.5/8/greedy]]
 
-The worker finds the device as any third party's backend, by its entry point; waiting for it is real
+The result is compared with the same in process, and the cost of each process is measured. The
+worker finds the device by its entry point, like any third-party backend. Waiting for it is real
 sleeping. The client is one thread with raw sockets that counts events. Server, worker and client
-share this machine's processors, which a device's users do
-not: how long each computed and waited for a processor, per token, stands beside the shares. In
-process time is virtual, and once more real: what that costs (sleep, cold caches, whatever else runs
-here) is none of the pipe's.
+share this machine's processors, unlike on a real device. So the table also has the time that each
+computed and waited for a processor, per token. In process, time is virtual, and in a second
+measurement real. The difference (sleep, cold caches, other programs) is not a cost of the pipe.
+
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _TIMER_SLACK = 29  # prctl(2): PR_SET_TIMERSLACK
-# So many tokens of each stream come before anything is measured.
+# Every stream gets this number of tokens before the measurement.
 _FIRST = 20
 _WHO = ("worker", "server", "client")
 
 
 class SleepingClock(HostClock):
-    """Real time: waiting is sleeping, less by what a sleep takes longer on this machine at rest."""
+    """Real time. Waiting is sleeping, reduced by the usual delay of a sleep on this machine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class SleepingClock(HostClock):
 
 
 class Profiled(EmulatedDevice):
-    """Says in the end where its thread's time went."""
+    """Prints a profile of its thread at the end."""
 
     def close(self) -> None:
         _told()
@@ -97,8 +97,8 @@ def _told() -> None:
 
 
 class EmulatedType(BackendType):
-    """Files that end in .emulated: JSON with a step's seconds, the file of the rows and how tokens
-    are spelt."""
+    """Files that end in .emulated: JSON with a step's seconds, the file of the rows and the
+    spelling of tokens."""
 
     declaration = Declaration("emulated", "Emulated", ("emulated",))
 
@@ -132,7 +132,8 @@ backend_type = EmulatedType()
 
 
 async def serve(port: int, files: list[Path], *, profiled: bool) -> None:
-    """`localllm serve` of emulated models, without the planning: they have no files to plan by."""
+    """Run `localllm serve` with emulated models, without planning, because they have no model
+    files."""
     from localllm.engine.worker.client import WorkerOptions
     from localllm.engine.worker.supervisor import Supervisor
     from localllm.server.app import create_app
@@ -164,7 +165,7 @@ async def serve(port: int, files: list[Path], *, profiled: bool) -> None:
 def serving(
     home: Path, rows: Rows, spell: Callable[[int], bytes], top: int, profile: str
 ) -> Iterator[int]:
-    """The port of a server of one emulated model for each T, named by it."""
+    """Yield the port of a server with one emulated model for each T, named after T."""
     np.save(home / "rows.npy", rows)
     point = home / "emulated-1.0.dist-info"
     point.mkdir()
@@ -207,8 +208,8 @@ def serving(
 
 @dataclass
 class Spent:
-    """Nanoseconds that a process computed, and waited for a processor to do so (Linux's schedstat,
-    all its threads)."""
+    """Nanoseconds that a process computed and waited for a processor (Linux's schedstat, all its
+    threads)."""
 
     computed_ns: int = 0
     waited_ns: int = 0
@@ -228,8 +229,8 @@ class Spent:
 def ask(
     port: int, model: str, n: int, sampling: Sampling, n_tokens: int
 ) -> tuple[float, dict[str, tuple[float, float]]]:
-    """Tokens/s of `n` streams together, from when all have begun until the first ends; and by
-    process µs a token computed and waited for a processor."""
+    """Return the tokens/s of `n` streams together, from when all have begun until the first ends.
+    Also return the µs per token that each process computed and waited for a processor."""
     spec = {
         k: v for k, v in asdict(sampling).items() if k in ("temperature", "top_k", "top_p", "min_p")
     }
@@ -281,8 +282,8 @@ def ask(
     counts = [re.search(rb'"completion_tokens": ?(\d+)', tail) for tail in tails]
     if not all(counts) or not begun_s:
         raise SystemExit(f"an answer did not end: {tails[0]!r}")
-    # Beside text: the role, the end, the usage and [DONE]. Half a character waits for the next
-    # event.
+    # Events without text: the role, the end, the usage and [DONE]. An incomplete character waits
+    # for the next event.
     per_event = sum(int(c[1]) for c in counts if c) / (sum(events) - 4 * n)
     n_window = (ended_at - begun_at) * per_event
     costs = {
@@ -296,7 +297,7 @@ def ask(
 
 
 def main() -> None:
-    """Measure and report: the median of all rounds, cases by turns."""
+    """Measure and report the median of all rounds, with the cases in turn."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

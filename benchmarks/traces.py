@@ -1,12 +1,13 @@
-"""Prefix reuse on traces of real coding agents, beside LRU and Belady over the same memory, context
-and disk.
+"""Prefix reuse on traces of real coding agents, compared with LRU and Belady of the same capacity.
 
 python -m benchmarks.traces [PATH] [--together 1 3 8] [--memory 1 4 16 32] [--disk 0 8]
 
-The engine runs with a backend that computes nothing; a session's tokens are made up, but shared as
-the trace says. Sixteen tokens stand for one, KV has the bytes of an 8B (147,456 a token). PATH: the
-folder `traces` of callanjfox/kv-cache-tester; without it the 30 sessions in
-benchmarks/data/agent_traces.json, which are shapes of that set.
+The capacity is memory, context and disk together. The engine runs on a backend without computation.
+A session's tokens are artificial, but shared as in the trace. One simulated token stands for
+sixteen, and KV has the bytes of an 8B (147,456 per token). PATH: the folder `traces` of
+callanjfox/kv-cache-tester. Without it, the 30 sessions in benchmarks/data/agent_traces.json are
+used, which are shapes from that set.
+
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ N_CTX = 131_072
 BLOCK_TOKENS, SCALE = 64, 16
 TOKEN_BYTES = 147_456  # an 8B with f16 KV: 36 layers, 8 heads of K and V, 128 wide
 _SCALED_BLOCK = BLOCK_TOKENS // SCALE
-# Files have headers, and short blocks are larger than their tokens.
+# Files have headers, and short blocks take more bytes than their tokens.
 _DISK_SLACK = 1.25
-# Gaps in a session are no longer than this, so that sessions really take turns; the next one begins
-# a minute after one ends.
+# The longest gap in a session, so that sessions really take turns, and the pause between the end of
+# a session and the next one.
 _LONGEST_GAP_S, _NEXT_SESSION_S = 600.0, 60.0
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of a session: when, and its prompt as blocks of 64 tokens. Equal ids mean the
-    same tokens behind the same prefix."""
+    """One request of a session: its time, and its prompt as blocks of 64 tokens. Equal ids mean
+    equal tokens after an equal prefix."""
 
     at_s: float
     blocks: tuple[Hashable, ...]
@@ -61,8 +62,8 @@ Session = list[Ask]
 
 
 def read_shapes(path: Path = SHAPES) -> list[Session]:
-    """Sessions as shapes: each request shares so many blocks with an earlier one, and the first
-    with other sessions' of the same kind."""
+    """Return sessions from shapes: each request shares a number of blocks with an earlier one, and
+    the first one with other sessions of the same kind."""
     found = []
     for shape in json.loads(path.read_text(encoding="utf-8")):
         session: Session = []
@@ -77,8 +78,8 @@ def read_shapes(path: Path = SHAPES) -> list[Session]:
 
 
 def read_traces(folder: Path) -> list[Session]:
-    """Whole traces: hashes of 64-token blocks. Half of what the trace calls tools and system prompt
-    counts as shared by all sessions."""
+    """Return sessions from full traces with hashes of 64-token blocks. Half of the blocks that the
+    trace labels as tools and system prompt count as shared by all sessions."""
     found = []
     for path in sorted(folder.glob("trace_*.json")):
         trace = json.loads(path.read_text(encoding="utf-8"))
@@ -114,15 +115,15 @@ def _squeezed(session: Session) -> Session:
 
 
 class Line(list[int]):
-    """A request's prompt as ids of blocks, equal where the whole prefix is, and when it comes, and
-    the number of its session."""
+    """A request's prompt as ids of blocks, which are equal if the whole prefix is equal, with its
+    time and the number of its session."""
 
     at_s = 0.0
     session = 0
 
 
 def interleaved(sessions: Sequence[Session], together: int) -> list[Line]:
-    """All requests in order of time, `together` sessions at any time."""
+    """Return all requests in order of time, with `together` sessions at any time."""
     free_s, asks = [0.0] * together, []
     for number, session in enumerate(sessions):
         slot = min(range(together), key=lambda i: free_s[i])
@@ -141,7 +142,7 @@ def interleaved(sessions: Sequence[Session], together: int) -> list[Line]:
 
 
 def by_server(lines: Sequence[Line], n_servers: int) -> list[list[Line]]:
-    """The requests that each server of a pool gets: a session stays on one."""
+    """Return the requests of each server in a pool. A session stays on one server."""
     nodes = [PoolNode(str(i), "") for i in range(n_servers)]
     parts: list[list[Line]] = [[] for _ in nodes]
     for line in lines:
@@ -158,7 +159,7 @@ def _leading(line: Sequence[int], held: object) -> int:
 
 
 def unlimited_hits(lines: Sequence[Sequence[int]]) -> int:
-    """Blocks that a cache without limits reuses."""
+    """Return the blocks that a cache without limits reuses."""
     seen: set[int] = set()
     hits = 0
     for line in lines:
@@ -168,8 +169,8 @@ def unlimited_hits(lines: Sequence[Sequence[int]]) -> int:
 
 
 def lru_hits(lines: Sequence[Sequence[int]], capacity: int) -> int:
-    """Blocks that a cache of `capacity` blocks reuses which drops the one unused the longest, ends
-    before beginnings."""
+    """Return the blocks that an LRU cache of `capacity` blocks reuses. It drops the end of a prefix
+    before its beginning."""
     held: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for line in lines:
@@ -185,10 +186,11 @@ def lru_hits(lines: Sequence[Sequence[int]], capacity: int) -> int:
 def belady_hits(
     lines: Sequence[Sequence[int]], capacity: int, *, holds_current: bool = False
 ) -> int:
-    """Blocks that a cache of `capacity` blocks reuses which knows the future: it keeps what is used
-    again soonest.
-    `holds_current`: what is being computed has to be held meanwhile, which no engine can do
-    without."""
+    """Return the blocks that an optimal cache of `capacity` blocks reuses. It knows the future and
+    keeps the blocks that are reused soonest.
+
+    `holds_current`: the blocks of the current request must be kept meanwhile, as in any engine.
+    """
     never = 1 << 60
     uses: dict[int, list[int]] = {}
     for i, line in enumerate(lines):
@@ -223,7 +225,7 @@ def belady_hits(
 
 
 class _Clock:
-    """Every look takes a moment."""
+    """A clock that advances a little with each reading."""
 
     now_s = 0.0
 
@@ -234,8 +236,8 @@ class _Clock:
 
 @contextmanager
 def _scaled() -> Iterator[None]:
-    """The cache's tunables in scaled tokens; no pauses, and a disk that is quick beside any
-    computing and waited for."""
+    """Set the cache's tunables in scaled tokens, without pauses, and with a disk that is fast
+    compared with prefill and always waited for."""
     scaled = {
         "PIECE_TOKENS": tunables.PIECE_TOKENS // SCALE, "MIN_TOKENS": 1, "EXPORT_FIRST_TOKENS": 8,
         "WRITE_PAUSE_S": 0.0,
@@ -261,8 +263,8 @@ def _tokens_of(block: int) -> list[int]:
 def our_hits(
     lines: Sequence[Line], memory_tokens: int, disk_tokens: int, n_ctx: int = N_CTX
 ) -> float:
-    """Blocks that our engine reuses, one request after the other, with a pause after each that is
-    long enough for all housekeeping."""
+    """Return the blocks that our engine reuses, one request after the other. The pause after each
+    is long enough for all background work."""
     with _scaled(), tempfile.TemporaryDirectory() as folder:
         scaled_bytes = SCALED_TOKEN_BYTES // SCALE
         settings = EngineSettings(
@@ -313,16 +315,16 @@ def _settle(engine: Engine) -> None:
 
 @dataclass(frozen=True)
 class Reuse:
-    """Shares of what a cache without limits reuses."""
+    """Shares of the reuse of a cache without limits."""
 
     ours: float
     lru: float
     belady: float
-    reachable: float  # by Belady where what is being computed is held
+    reachable: float  # by Belady if the current request's blocks must be kept
 
 
 def compare(lines: Sequence[Line], memory_gib: float, disk_gib: float, n_ctx: int = N_CTX) -> Reuse:
-    """Ours beside LRU and Belady over memory, disk and context together."""
+    """Compare ours with LRU and Belady for memory, disk and context together."""
     memory, disk = (int(gib * 2**30 / TOKEN_BYTES) for gib in (memory_gib, disk_gib))
     capacity, most = (memory + disk + n_ctx) // BLOCK_TOKENS, unlimited_hits(lines)
     ours = our_hits(lines, memory, disk, n_ctx)
@@ -336,7 +338,8 @@ def compare(lines: Sequence[Line], memory_gib: float, disk_gib: float, n_ctx: in
 def picked(
     sessions: Sequence[Session], n_ctx: int, seed: int, limit: int | None = None
 ) -> list[Session]:
-    """Those that fit a context of `n_ctx`, in an order by `seed`, at most `limit`."""
+    """Return at most `limit` sessions that fit a context of `n_ctx`, in an order that depends on
+    `seed`."""
     fitting = [
         s
         for s in sessions
@@ -347,7 +350,7 @@ def picked(
 
 
 def main() -> None:
-    """A line for each number of sessions, memory and disk."""
+    """Print a line for each number of sessions, memory and disk."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

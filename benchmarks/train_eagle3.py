@@ -1,13 +1,14 @@
-"""Trains an EAGLE-3 head for SmolLM2-135M on what that model says itself, in minutes, with NumPy: a
-drafter that is right.
+"""Train an EAGLE-3 head for SmolLM2-135M with NumPy, in minutes: a drafter that is often right.
 
 python -m benchmarks.train_eagle3 HEAD.gguf [--kinds story,copy] [--texts 32] [--tokens 100]
 [--words 1024] [--minutes 20]
 
-The head begins as the model's own last layer behind the features that this one is given; what it
-learns is to be one token ahead, and then another from its own hidden row (training-time test, arXiv
-2503.01840). Its vocabulary is the tokens that the model chose most (d2t), its output matrix the
-model's, left as it is. No part of the product and of no use to other models.
+The training data are texts of that model itself. The head starts as the model's own last layer,
+with the features as input. It learns to predict one token ahead, and then another from its own
+hidden row (training-time test, arXiv 2503.01840). Its vocabulary is the tokens that the model chose
+most (d2t), and its output matrix is the model's, unchanged. It is not part of the product, and is
+of no use for other models.
+
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from localllm_backends.llamacpp.native import start_native
 from localllm_backends.llamacpp.weights import load_model
 
 Floats = NDArray[np.float32]
-# What three layers are given: early, in the middle, and the last one.
+# The layers whose inputs are features: an early one, a middle one, and the last one.
 LAYERS = (2, 15, 29)
-# Benchmarks take the seeds from 0 on: none of their texts is learnt.
+# Benchmarks use the seeds from 0 on, so training contains none of their texts.
 FIRST_SEED = 50_000
 HELD_OUT, AT_ONCE, BATCH, RATE = 5, 32, 512, 6e-4
 
@@ -43,7 +44,7 @@ HELD_OUT, AT_ONCE, BATCH, RATE = 5, 32, 512, 6e-4
 
 
 class Speaker:
-    """SmolLM2 in a context of many sequences, which hands out its layers' inputs."""
+    """SmolLM2 in a context of many sequences, which returns its layers' inputs."""
 
     def __init__(self, path: Path) -> None:
         self._model = load_model(path, LoadSpec(str(path)), None)[0]
@@ -65,14 +66,14 @@ class Speaker:
         self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
 
     def tokens(self, text: str) -> list[int]:
-        """The token ids of `text`, markers of turns parsed."""
+        """Return the token ids of `text`, with markers of turns parsed."""
         data = text.encode()
         ids = (llama_cpp.llama_token * (len(data) + 8))()
         n = llama_cpp.llama_tokenize(self._vocab, data, len(data), ids, len(ids), True, True)
         return list(ids[:n])
 
     def step(self, entries: list[tuple[int, int, int]]) -> tuple[NDArray[np.float16], Floats]:
-        """Features and logits of (token, position, sequence)."""
+        """Return features and logits of (token, position, sequence)."""
         batch = self._batch
         batch.n_tokens = len(entries)
         for i, (token, position, sequence) in enumerate(entries):
@@ -90,8 +91,8 @@ class Speaker:
     def texts(
         self, prompts: list[str], n_tokens: int, rng: np.random.Generator
     ) -> Iterator[dict[str, Any]]:
-        """Each prompt with `n_tokens` more, half of them greedy, the others at a temperature of
-        0.8."""
+        """Yield each prompt with `n_tokens` more tokens, half of them greedy, the others at a
+        temperature of 0.8."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         lines: list[list[int]] = []
         rows: list[list[NDArray[np.float16]]] = []
@@ -126,7 +127,8 @@ class Speaker:
 
 
 def collect(path: Path, kinds: list[str], n_texts: int, n_tokens: int) -> list[dict[str, Any]]:
-    """Texts of these kinds in turn, the model's features at each token and its choice behind it."""
+    """Return texts of these kinds in turn, with the model's features at each token and its choice
+    after it."""
     speaker, rng, kept = Speaker(path), np.random.default_rng(1), []
     for begin in range(0, n_texts, AT_ONCE):
         numbers = range(begin, min(begin + AT_ONCE, n_texts))
@@ -140,31 +142,31 @@ def collect(path: Path, kinds: list[str], n_texts: int, n_tokens: int) -> list[d
 
 
 class Node:
-    """A matrix of the computation, and how the loss changes with it."""
+    """A matrix of the computation, and the gradient of the loss for it."""
 
     def __init__(self, value: Floats) -> None:
         self.value, self.grad = value, np.zeros((), dtype=np.float32)
 
 
 class Tape:
-    """What was computed, so that it can be gone through backwards."""
+    """The recorded computation, for the backward pass."""
 
     def __init__(self) -> None:
         self._back: list[Callable[[], None]] = []
 
     def node(self, value: Floats, back: Callable[[Node], None]) -> Node:
-        """A new value; `back` hands its gradient to what it was made from."""
+        """Add a value. `back` passes its gradient on to its inputs."""
         out = Node(value)
         self._back.append(lambda: back(out))
         return out
 
     def backwards(self) -> None:
-        """From the last to the first."""
+        """Run the backward pass from the last value to the first."""
         for back in reversed(self._back):
             back()
 
     def times(self, x: Node, weight: Node, *, frozen: bool = False, given: bool = False) -> Node:
-        """x · weightᵀ. `frozen`: the weight doesn't learn; `given`: nothing is behind `x`."""
+        """x · weightᵀ. `frozen`: the weight does not learn. `given`: `x` has no inputs."""
 
         def back(out: Node) -> None:
             if not given:
@@ -195,7 +197,7 @@ class Tape:
         return self.node(a.value + b.value, back)
 
     def beside(self, a: Node, b: Node) -> Node:
-        """a and b, side by side."""
+        """a and b, concatenated by columns."""
         n = a.value.shape[1]
 
         def back(out: Node) -> None:
@@ -215,7 +217,7 @@ class Tape:
         return self.node(silu * up.value, back)
 
     def later(self, x: Node) -> Node:
-        """Each row one place further down, zeros in the first."""
+        """Each row one position further down, with zeros in the first."""
 
         def back(out: Node) -> None:
             x.grad = x.grad + np.concatenate([out.grad[1:], np.zeros_like(out.grad[:1])])
@@ -223,7 +225,7 @@ class Tape:
         return self.node(np.concatenate([np.zeros_like(x.value[:1]), x.value[:-1]]), back)
 
     def rotated(self, x: Node, n_heads: int) -> Node:
-        """Rotary places (pairs of neighbours, as in a GGUF), [n, heads × 64]."""
+        """Rotary positions (pairs of neighbours, as in a GGUF), [n, heads × 64]."""
         n, width = len(x.value), x.value.shape[1] // n_heads
         angles = np.arange(n)[:, None] / 100_000 ** (np.arange(width // 2) * 2 / width)
         cos, sin = (f(angles).astype(np.float32)[:, None, :] for f in (np.cos, np.sin))
@@ -239,8 +241,8 @@ class Tape:
         return self.node(turn(x.value, sin), back)
 
     def attention(self, q: Node, k: Node, v: Node, own: tuple[Node, Node] | None) -> Node:
-        """What lies before; with `own` a place sees itself by that and only what is before it by
-        `k` and `v`."""
+        """Causal attention. With `own`, a position attends to itself by `own`, and to earlier
+        positions by `k` and `v`."""
         n, d = len(q.value), 64
         groups = k.value.shape[1] // d
 
@@ -293,7 +295,8 @@ class Tape:
         return self.node(joined(seen), back)
 
     def loss(self, logits: Node, best: NDArray[np.int64]) -> tuple[float, NDArray[np.bool_]]:
-        """The mean cross entropy where the choice is known (not −1), and where it is hit."""
+        """Return the mean cross entropy for known choices (not −1), and whether each choice is
+        predicted."""
         top = logits.value.max(axis=1, keepdims=True)
         shares = np.exp(logits.value - top)
         shares /= shares.sum(axis=1, keepdims=True)
@@ -307,7 +310,7 @@ class Tape:
 
 
 class Head:
-    """One layer behind the features of three, by llama.cpp's names and order of operations
+    """One layer after the features of three, with llama.cpp's names and order of operations
     (src/models/eagle3.cpp)."""
 
     def __init__(self, path: Path, texts: list[dict[str, Any]], n_words: int) -> None:
@@ -346,7 +349,7 @@ class Head:
     def layer(
         self, tape: Tape, words: Node, g: Node, past: tuple[Node, Node] | None
     ) -> tuple[Node, Node, tuple[Node, Node]]:
-        """(logits, its own hidden row, keys and values)."""
+        """Return the logits, the layer's hidden row, and its keys and values."""
         w = {name.removeprefix("blk.0."): node for name, node in self.weights.items()}
         both = tape.beside(tape.norm(words, w["attn_norm"]), tape.norm(g, w["attn_norm_2"]))
         q = tape.rotated(tape.times(both, w["attn_q"]), 9)
@@ -365,8 +368,8 @@ class Head:
     def learn(
         self, text: dict[str, Any], *, backwards: bool = True
     ) -> tuple[float, list[NDArray[np.bool_]]]:
-        """Go through one text, two tokens ahead at each place: (the loss, which guesses of each are
-        right)."""
+        """Process one text, two tokens ahead at each position. Return the loss, and which guesses
+        are right."""
         tape = Tape()
         tokens, best = text["tokens"], self.numbered[text["best"]][1:]
         rows, words = Node(text["rows"][:-1].astype(np.float32)), Node(self.embeddings[tokens[1:]])
@@ -381,13 +384,13 @@ class Head:
 
     @cached_property
     def numbered(self) -> NDArray[np.int64]:
-        """The place of each token among the head's words; −1: none of them."""
+        """Return the index of each token in the head's vocabulary, or −1."""
         places = np.full(len(self.embeddings), -1)
         places[self.words] = np.arange(len(self.words))
         return places
 
     def write(self, model: Path, out: Path) -> None:
-        """As a GGUF of the architecture eagle3, its matrices in Q8_0."""
+        """Write a GGUF of the architecture eagle3, with its matrices in Q8_0."""
         writer = gguf.GGUFWriter(str(out), "eagle3")
         for field in gguf.GGUFReader(model).fields.values():
             name = (
@@ -420,7 +423,7 @@ _FFN = ("ffn_gate", "ffn_up", "ffn_down")
 
 
 class Adam:
-    """arXiv 1412.6980, with a rate that falls to nothing over the time there is."""
+    """Adam (arXiv 1412.6980) with a rate that falls to zero over the available time."""
 
     def __init__(self, weights: dict[str, Node]) -> None:
         self._weights, self._n = weights, 0
@@ -428,7 +431,7 @@ class Adam:
         self._square = {n: np.zeros_like(w.value) for n, w in weights.items()}
 
     def step(self, rate: float, texts: int) -> None:
-        """Change every weight against what has gathered of so many texts."""
+        """Update every weight with the gradients of `texts` texts."""
         self._n += 1
         for name, node in self._weights.items():
             grad = node.grad / np.float32(texts)
@@ -443,8 +446,8 @@ class Adam:
 
 
 def train(head: Head, texts: list[dict[str, Any]], minutes: float, out: Path) -> None:
-    """Learn from all but the held-out texts until the time is over; say how those fare, and keep
-    the head as it is then."""
+    """Train on all but the held-out texts until the time is over. Print the results for those, and
+    write the head."""
     rng, adam, began = np.random.default_rng(3), Adam(head.weights), time.monotonic()
     every = max(2, len(texts) // HELD_OUT)
     held, learnt = texts[::every], [t for i, t in enumerate(texts) if i % every]

@@ -1,23 +1,23 @@
-"""Prefill there, decode here: the first token's time against the slower of computing and link, and
-the longest gap of a stream meanwhile.
+"""Prefill on one server, decode on another: first token, and longest gap of a stream meanwhile.
 
     python -m benchmarks.transfer [--rounds 3] [--tokens 3000] [--links 1 2.5 10] [--model FILE]
         [--minutes 10] [--others 1]
 
-Two servers of one build, on one core each. A relay limits the link to so many Gbit/s. In each round
-and for each link, the prefill server reads a new prompt for itself. Then the decode server has two
-prompts read there: alone, and while a stream decodes. Bars: the first token within 1.15 times
-max(computing there, bytes ÷ link), and no gap of the stream longer than 2 of its token times.
+Two servers of one build run on one core each. A relay limits the link to so many Gbit/s. In each
+round and for each link, the prefill server reads a new prompt for itself. Then the decode server
+has two prompts read there: alone, and while a stream decodes. Bars: the first token within 1.15
+times max(computing there, bytes ÷ link), and no gap of the stream longer than 2 of its token times.
 
 Two machines would share nothing, but two cores share caches and memory. And a token takes longer
 the more tokens the stream has. So the stream's token time is the mean of two medians: before and
-after the transfer, while the prefill server reads a prompt for itself. The longest gap of these times
-is reported next to the one of the transfer.
+after the transfer, while the prefill server reads a prompt for itself. The longest gap of these
+times is reported next to that of the transfer.
 
 Other programs make both bars meaningless. A measurement counts only if they took at most the share
-`--others` of the processors meanwhile. It is repeated otherwise, until `--minutes` are over. Processor
-time suffers less: the prefill server's for a transfer, divided by that for its own reading, and the
-decode server's.
+`--others` of the processors meanwhile. Otherwise it is repeated, until `--minutes` are over.
+Processor time suffers less. The report has the prefill server's for a transfer, divided by that for
+its own reading, and the decode server's.
+
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 _KEY = "decode-decode-decode"
 _KEYS = '[keys.decode]\nenv = "DECODE_KEY"\nkv = true\n'
 _GBIT_BYTES = 125_000_000
-# seconds. An answer sends a comment at least every 10 s.
+# In seconds. An answer sends a comment at least every 10 s.
 _SILENCE_S = 60.0
-# Tokens of the stream before the other server reads a prompt, and at most.
+# Tokens of the stream before the other server reads a prompt, and its maximum.
 _WARM_TOKENS = 60
 _STREAM_TOKENS = 8000
 # Tokens of the answer that decodes with the stream.
 _JOINED_TOKENS = 20
 _KERNEL_KINDS = ("irq", "softirq", "steal")
-# Runs a command on one core.
+# Run a command on one core.
 _PINNED = (
     "import os, sys; os.sched_setaffinity(0, {{{core}}}); os.execv(sys.executable, sys.argv[1:])"
 )
@@ -66,7 +66,7 @@ _PINNED = (
 
 @dataclass
 class Answer:
-    """The times at which the pieces of an answer came, in seconds, and its last comment: the receipt
+    """The times in seconds at which the pieces of an answer came, and its last comment, the receipt
     of its KV. It ends when `enough` is set, or with an error at `until_s`."""
 
     until_s: float
@@ -80,12 +80,12 @@ class Answer:
         return self.times_s[0] - self.began_s
 
     def gaps_s(self, after_s: float, until_s: float) -> list[float]:
-        """The times between two tokens that end after `after_s` and by `until_s`."""
+        """Return the times between two tokens that end after `after_s` and by `until_s`."""
         return [b - a for a, b in pairwise(self.times_s) if after_s < b <= until_s]
 
 
 def ask(port: int, prompt: Sequence[int], n_tokens: int, answer: Answer) -> None:
-    """Ask for `n_tokens`, and note in `answer` when each piece comes."""
+    """Request `n_tokens`, and record in `answer` when each piece comes."""
     body: dict[str, Any] = {"prompt": [*prompt], "max_tokens": n_tokens, "stream": True}
     body |= {"temperature": 0, "ignore_eos": True}
     headers = {"authorization": f"Bearer {_KEY}", "content-type": "application/json"}
@@ -107,7 +107,7 @@ def ask(port: int, prompt: Sequence[int], n_tokens: int, answer: Answer) -> None
 
 
 def prompts(n_tokens: int) -> Iterator[list[int]]:
-    """Prompts that begin differently."""
+    """Yield prompts with different beginnings."""
     for seed in count():
         yield [1000 + (seed * 7919 + i * 31) % 20_000 for i in range(n_tokens)]
 
@@ -125,8 +125,8 @@ class Gaps:
 
     @classmethod
     def of(cls, stream: Answer, controls: Sequence[Answer], streamed: Answer) -> Gaps:
-        """Those of `stream` while the prefill server read `controls` for itself, and during the
-        transfer for `streamed`."""
+        """Return the gaps of `stream` while the prefill server read `controls` for itself, and
+        during the transfer for `streamed`."""
         first_s = streamed.times_s[0]
         last_s = streamed.times_s[-1]
         undisturbed = [stream.gaps_s(read.began_s, read.times_s[0]) for read in controls]
@@ -145,7 +145,7 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What was measured once over a link.
+    """The measurements of one transfer.
 
     Seconds to the first token: of the prefill server for itself (`compute_s`), of the decode server
     (`first_s`), and of the decode server while a stream decodes (`streamed_s`). Processor seconds:
@@ -167,13 +167,13 @@ class Transfer:
 
 @dataclass
 class Link:
-    """What was measured over a link of `gbit_s`."""
+    """The measurements of a link of `gbit_s`."""
 
     gbit_s: float
     transfers: list[Transfer] = field(default_factory=list)
 
     def bound_s(self, transfer: Transfer) -> float:
-        """Seconds that computing there or the link takes at least."""
+        """Return the minimum seconds of computing there and of the link."""
         return max(transfer.compute_s, transfer.n_bytes / (self.gbit_s * _GBIT_BYTES))
 
     def line(self) -> str:
@@ -211,7 +211,7 @@ def _range(values: Sequence[float]) -> str:
 
 @dataclass
 class Pair:
-    """The two servers, and the relay between them."""
+    """The two servers and the relay between them."""
 
     there: Server
     here: Server
@@ -220,7 +220,7 @@ class Pair:
 
     def measure(self, link: Link, until_s: float) -> Transfer:
         """Measure `link` once. Raises SystemExit if a prompt is not read there, and OSError if an
-        answer does not come in time or ends too early."""
+        answer comes too late or ends too early."""
         self.relay.rate_bytes_s = link.gbit_s * _GBIT_BYTES
         clock_s, taken_s = time.perf_counter(), self._taken_by_others_s()
         cpu_s = self.there.cpu_s()
@@ -249,8 +249,8 @@ class Pair:
         )
 
     def _with_stream(self, until_s: float) -> tuple[Answer, Sequence[Answer], Answer]:
-        """While a stream decodes here, have a prompt read there for here. Before and after that, one
-        is read there for itself. Returns the stream, the two answers there, and the one here."""
+        """While a stream decodes here, have a prompt read there for here. Before and after that,
+        one is read there for itself. Return the stream, the two answers there, and the one here."""
         stream = Answer(until_s)
         controls = [Answer(until_s), Answer(until_s)]
         streaming = threading.Thread(
@@ -280,14 +280,15 @@ class Pair:
         return answer
 
     def _taken_by_others_s(self) -> float:
-        """Seconds of processor time that other programs took so far, and the hypervisor."""
+        """Return the seconds of processor time that other programs and the hypervisor took so
+        far."""
         times = psutil.cpu_times()
         busy_s = sum(times[:3]) + sum(getattr(times, kind, 0.0) for kind in _KERNEL_KINDS)
         return float(busy_s - self.there.cpu_s() - self.here.cpu_s() - time.process_time())
 
 
 def _server(name: str, core: int, model: Path, home: Path, *options: str) -> Server:
-    """A server on one core, with a home of its own."""
+    """Return a server on one core with a separate home."""
     port = free_port()
     command = serve_command(model, port, "--context", "12288", *options)
     pinned = [sys.executable, "-c", _PINNED.format(core=core), *command]
@@ -305,7 +306,7 @@ def _server(name: str, core: int, model: Path, home: Path, *options: str) -> Ser
 
 def measure(pair: Pair, links: Sequence[Link], options: argparse.Namespace) -> None:
     """Measure each link `options.rounds` times, until `options.minutes` are over. The first
-    measurement teaches the servers their costs, and does not count."""
+    measurement does not count, because the servers learn their costs from it."""
     until_s = time.perf_counter() + 60 * options.minutes
     asked = count()
     learnt = False

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Starts `localllm serve` where llama.cpp's own server tests expect `llama-server`.
+"""Start `localllm serve` where llama.cpp's own server tests expect `llama-server`.
 
 The tests are in llama.cpp's tools/server/tests. This program maps the options of llama-server to
 those of localllm, and the hub's models to small local ones. Environment variables:
@@ -25,9 +25,9 @@ FLAGS = frozenset(
         "--ui-mcp-proxy", "--backend_sampling",
     }
 )  # fmt: skip
-# localllm refuses a smaller context.
+# localllm rejects a smaller context.
 LEAST_CONTEXT = 256
-# Local models by a part of the hub's name. Any other name is main.gguf.
+# Local models by a part of the hub's name. Any other name stands for main.gguf.
 MODELS = {
     "bert-bge": "bert.gguf",
     "reranker": "rerank.gguf",
@@ -36,7 +36,7 @@ MODELS = {
 
 
 def options(arguments: list[str]) -> dict[str, list[str]]:
-    """The options by name, each with its values."""
+    """Return the options by name, each with its values."""
     found: dict[str, list[str]] = {}
     left = list(arguments)
     while left:
@@ -53,7 +53,7 @@ def last(found: dict[str, list[str]], name: str) -> str | None:
 
 
 def local_model(found: dict[str, list[str]], home: Path) -> Path | None:
-    """The local model, under the alias that the test gives it."""
+    """Return the local model, under the alias that the test gives it."""
     folder = Path(os.environ["CPP_TESTS_MODELS"])
     wanted = f"{last(found, '--hf-repo') or ''} {last(found, '--hf-file') or ''}".lower()
     if last(found, "--model") is None and not wanted.strip():
@@ -70,7 +70,7 @@ def local_model(found: dict[str, list[str]], home: Path) -> Path | None:
 
 
 def command(found: dict[str, list[str]], model: Path | None) -> list[str]:
-    """The command of localllm for these options."""
+    """Return the command of localllm for these options."""
     made = [os.environ["CPP_TESTS_LOCALLLM"], "serve"]
     if model is not None:
         made += [model.stem, "--only"]
@@ -99,7 +99,7 @@ def command(found: dict[str, list[str]], model: Path | None) -> list[str]:
 
 
 def config(found: dict[str, list[str]], model: Path | None) -> str:
-    """A config.toml for the options that are settings or defaults of requests here."""
+    """Return a config.toml for options that are settings or request defaults here."""
     lines: list[str] = []
     idle_s = last(found, "--sleep-idle-seconds")
     if idle_s is not None:
