@@ -214,7 +214,8 @@ def test_the_gap_is_named_in_the_question_beside_it() -> None:
 def test_reasoning_that_the_template_forgets_is_forgotten_here() -> None:
     messages = [_said("user", "<0>"), _said("assistant", "<1>"), _said("user", "<2>")]
     costs = [MessageCost(3), MessageCost(3, passing=500), MessageCost(3)]
-    # While the first answer is in the newest turn, its reasoning counts, and no older turn exists.
+    # The reasoning of the first answer counts only until the next question. Before that question
+    # there is no older turn to leave out.
     assert not compact(messages, costs, fixed_tokens=0, budget_tokens=NOTE_TOKENS + 100).dropped
     costs[1] = MessageCost(503)
     assert compact(messages, costs, fixed_tokens=0, budget_tokens=NOTE_TOKENS + 100).dropped == {

@@ -191,7 +191,8 @@ def with_tools(base: dict[str, Any]) -> Bodies:
 
 
 def _of(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return only the allowed tool for an `allowed_tools` choice, and otherwise both tools."""
+    """Return only the allowed tool for an `allowed_tools` choice, and otherwise the first two
+    tools."""
     return TOOLS[:1] if choice["type"] == "allowed_tools" else TOOLS[:2]
 
 
@@ -265,7 +266,7 @@ SAYS_NOTHING = {
     # the name of a schema, which OpenAI requires
     "response_format.name", "response_format.json_schema.name", "text.format.name",
     "output_config.format.name", "output_format.name",
-    # a file that is sent whole needs no address
+    # a file that is sent with its content needs no address
     "file_id", "file_url",
     # edits have no effect on a short conversation without calls; the others are tested in
     # test_context_management.py and test_anthropic_compaction.py

@@ -52,7 +52,7 @@ def status(http: httpx.Client, name: str, path: str = "/models") -> str:
 
 
 def test_llama_cpps_router_loads_and_unloads(http: httpx.Client) -> None:
-    for _ in range(2):  # a second request for it loads nothing, and one unload is enough
+    for _ in range(2):  # a second request loads nothing, and one unload suffices
         assert http.post("/models/load", json={"model": "smollm2"}).json() == {"success": True}
     until(lambda: status(http, "smollm2") == "loaded")
     assert status(http, "smollm2", "/v1/models") == "loaded"
