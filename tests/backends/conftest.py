@@ -1,5 +1,5 @@
-"""Tiny MLX checkpoints of every memory shape, each written once, and backends made of them that are
-looked over and closed."""
+"""Tiny MLX checkpoints for every kind of memory, each written once, and backends loaded from them
+that are checked and closed."""
 
 from __future__ import annotations
 

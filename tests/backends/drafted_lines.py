@@ -1,5 +1,5 @@
-"""Random histories of sequences with a drafter: whatever happened to a sequence, the drafter guesses
-what it would guess had it read the sequence at once."""
+"""Random histories of sequences with a drafter: after any history, the drafter proposes the same
+tokens as if it had read the sequence at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def words(rng: random.Random, n: int) -> list[int]:
 
 
 class Lines:
-    """Sequences of a backend, and what each of them should hold."""
+    """Sequences of a backend, and the tokens that each of them should hold."""
 
     def __init__(self, backend: Backend, rng: random.Random) -> None:
         self.backend, self.rng = backend, rng
@@ -37,7 +37,7 @@ class Lines:
             self.held[chunk.sequence] += chunk.tokens
 
     def verify(self) -> None:
-        """Draft, verify, keep some."""
+        """Draft, verify and keep some of the draft tokens."""
         newest = {s: self.rng.randrange(3, 500) for s in self.held}
         drafts = dict(
             zip(newest, self.backend.draft([(s, t, MOST) for s, t in newest.items()]), strict=True)
@@ -54,7 +54,8 @@ class Lines:
             self.held[copy], self.unseen[copy] = list(self.held[source]), self.unseen[source]
 
     def cut(self) -> None:
-        """Behind what the drafter has read: that costs the row before."""
+        """Truncate a sequence before the drafter's read position. The drafter then loses the hidden
+        row before the cut."""
         sequence = self.rng.choice(list(self.held))
         if len(self.held[sequence]) < 2:
             return
@@ -67,7 +68,8 @@ class Lines:
         self.unseen[sequence] = (*(p for p in self.unseen[sequence] if p < at), at)
 
     def travel(self) -> None:
-        """Out as two blocks (where memory can be cut) and in again as another sequence."""
+        """Export a sequence as two blocks (if its memory can be split) and import them as another
+        sequence."""
         if len(self.held) >= 4:
             return
         source = self.rng.choice(list(self.held))
@@ -88,21 +90,22 @@ class Lines:
 
 
 def agrees(guessed: list[int], expected: list[int]) -> bool:
-    """They may stop where they are unsure."""
+    """Return whether the drafts agree. A drafter may stop early where it is unsure."""
     return guessed == expected[: len(guessed)]
 
 
 def resting_heads_guess_from_the_newest_tokens(
     backend: Backend, rng: random.Random, draft: Callable[..., list[int]]
 ) -> None:
-    """Of 300 tokens, heads that rest have forgotten the first 128. `draft(line, most, begin=n)` guesses
-    from scratch, without the first n tokens. A fork, a copy and a cut of the sequence still draft."""
+    """After 300 tokens, resting heads have forgotten the first 128. `draft(line, most, begin=n)`
+    drafts from scratch without the first n tokens. A fork, a copy and a truncated sequence still
+    draft."""
 
     def guess(sequence: int, line: list[int], begin: int = 0) -> bool:
         newest = rng.randrange(3, 250)
         (guessed,) = backend.draft([(sequence, newest, MOST)])
-        # The first guess only: of later ones some are near-ties, which a read in parts decides
-        # otherwise on some processors.
+        # Compare only the first guess. Some later guesses are near ties, which prefill in parts
+        # decides differently on some processors.
         return agrees(guessed[:1], draft([*line, newest], MOST, begin=begin))
 
     def read(line: list[int]) -> int:
@@ -137,8 +140,8 @@ def guesses_are_those_from_scratch(
     rng: random.Random,
     draft: Callable[[list[int], int, tuple[int, ...]], list[int]],
 ) -> None:
-    """Two random histories. `draft(line, most, unseen)` guesses from scratch; the rows before the
-    positions `unseen` are not known."""
+    """Run two random histories. `draft(line, most, unseen)` drafts from scratch; the rows before
+    the positions `unseen` are unknown."""
     right = asked = lengths = 0
     for _ in range(2):
         lines = Lines(backend, rng)

@@ -1,5 +1,5 @@
-"""What a trained drafter would guess, computed apart from the product, as llama.cpp's own driver
-does: each row at its own place, one sweep over the whole history."""
+"""Reference drafts of a trained drafter, computed separately from the product as in llama.cpp's own
+driver: each row at its own position, in one pass over the complete history."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from models import tiny_drafters, tiny_gguf
 
 
 class DSparkHeads:
-    """The Markov head and the confidences of a drafter's file, on what the same drafter without
-    them makes of a block."""
+    """The Markov head and the confidence head in a drafter's file, applied to a block's logits from
+    the same drafter without these heads."""
 
     def __init__(self, path: Path) -> None:
         self._weights = {
@@ -30,7 +30,8 @@ class DSparkHeads:
         }
 
     def walk(self, newest: int, logits: np.ndarray) -> list[int]:
-        """Each place's guess is the next one's condition; one that is not sure ends the draft."""
+        """Each position's guess conditions the next one. A position with low confidence ends the
+        draft."""
         before, after = (self._weights[f"markov_w{i}.weight"] for i in (1, 2))
         sure = self._weights.get("conf_proj.weight")
         hidden = np.linalg.lstsq(self._weights["output.weight"], logits.T, rcond=None)[0].T
@@ -86,7 +87,7 @@ class Reference:
         *,
         encode: bool = False,
     ) -> None:
-        """One sweep over (token, position, row), all outputs."""
+        """Process (token, position, row) entries in one pass with all outputs."""
         batch = llama_cpp.llama_batch_ext_init(context)
         kept = []
         for token, position, row in entries:
@@ -112,9 +113,9 @@ class Reference:
     def draft(
         self, history: list[int], most: int, unseen: tuple[int, ...] = (), begin: int = 0
     ) -> list[int]:
-        """The best guesses behind `history`, whose last token the model has not read. `unseen`:
-        positions before which it is not known what the model made of the token. `begin`: the
-        first position that the drafter reads."""
+        """Return the best guesses after `history`, whose last token the model has not computed.
+        `unseen`: positions before which the model's hidden row is unknown. `begin`: the first
+        position that the drafter reads."""
         target = self._context(self._model)
         if self._block < 0:
             return self._assistant(target, history, most, known=len(history) - 1 not in unseen)
@@ -129,7 +130,7 @@ class Reference:
         rows = np.concatenate(layers, axis=1)
         rows[[p - 1 for p in unseen]] = 0
         context = self._context(self._drafter, target)
-        # Each token is read with the row before it.
+        # Each token is read together with the row before it.
         first = max(begin - 1, 0)
         made = (
             self._eagle3(context, history[first:], rows[first:], most)
@@ -158,10 +159,11 @@ class Reference:
         return tokens
 
     def _assistant(self, target: int, history: list[int], most: int, *, known: bool) -> list[int]:
-        """All guesses at the place of the first, from the row before it and then its own."""
+        """Make all guesses at the first one's position, from the row before it and then from the
+        drafter's own rows."""
         self._llama.llama_set_embeddings_nextn(target, True, False)
         at = len(history) - 1
-        # Before the model reads anything: making it empties the cells that the two share.
+        # Create it before the model computes: its creation empties the cells that both share.
         context = self._context(self._drafter, target)
         self._run(target, [(token, i, None) for i, token in enumerate(history[:-1])])
         row = self._array(self._llama.llama_get_embeddings_nextn(target), at)[-1] * known

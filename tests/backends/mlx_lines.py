@@ -1,4 +1,4 @@
-"""Lines of tokens at an MLX backend, and the logits behind them."""
+"""Token sequences for an MLX backend, and the logits after them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def start(backend: Any, tokens: list[int]) -> tuple[int, Any]:
 
 
 def alone(backend: Any, tokens: list[int]) -> np.ndarray:
-    """The logits after `tokens`, computed by themselves."""
+    """Return the logits after `tokens`, computed in a sequence of their own."""
     sequence, result = start(backend, tokens)
     row = result.logits(0)[-1].copy()
     backend.drop(sequence)

@@ -1,5 +1,5 @@
-"""Bindings made from llama.cpp's headers: the same types as llama-cpp-python writes by hand, of all
-names that the package uses, and kept on the disk."""
+"""Bindings generated from llama.cpp's headers: the same types as llama-cpp-python's handwritten
+ones, for all names that the package uses, and cached on disk."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NATIVE = re.compile(r"(llama|ggml|gguf|mtmd)_[a-z0-9_]+|(LLAMA|GGML|GGUF|MTMD)_[
 
 
 def names_in(path: Path) -> set[str]:
-    """The names of llama.cpp that a module asks the library for."""
+    """Return the llama.cpp names that a module uses from the library."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and NATIVE.fullmatch(node.attr):
@@ -54,7 +54,7 @@ def test_every_name_that_a_module_uses_is_in_the_table() -> None:
     listed = {*known.functions, *known.structures, *known.types, *known.constants}
     prefixes = tuple(name[:-1] for name in listed if name.endswith("*"))
     for path in SOURCES:
-        # A module may have the name of a function's first word.
+        # A module's name may equal the first word of a function's name.
         used = {n for n in names_in(path) if not n.startswith(prefixes)} - {"ggml_type"}
         assert not used - listed - _by_value(), path.name
 
@@ -68,7 +68,7 @@ def test_every_function_in_the_table_is_used() -> None:
     text = "".join(path.read_text(encoding="utf-8") for path in SOURCES)
     text += Path(binding.__file__).with_name("library.py").read_text(encoding="utf-8")
     text += Path(binding.__file__).with_name("layout.py").read_text(encoding="utf-8")
-    # Families that are chosen by a part of the name.
+    # Families of functions that are selected by a part of the name.
     for name in wanted().functions:
         family = re.match(
             r"llama_vocab_(fim_\w+|bos|eos)|gguf_get_\w+|llama_version|ggml_version", name
@@ -103,7 +103,7 @@ def test_functions_have_the_types_of_llama_cpp_python() -> None:
     llama, compared = start_native(), 0
 
     def shape(kind: Any) -> Any:
-        """Size and kind of a value, whatever a pointer points to."""
+        """Return the size and kind of a value, ignoring the target type of a pointer."""
         if kind is None or kind is ctypes.c_bool or not isinstance(kind, type):
             return kind
         if kind in (ctypes.c_float, ctypes.c_double):
@@ -159,12 +159,12 @@ def test_a_library_that_saves_no_sequences_still_computes(
     backend.close()
 
 
-# --- what is kept ---------------------------------------------------------------------------------
+# --- cached descriptions --------------------------------------------------------------------------
 
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the installed libllama and headers of its own."""
+    """Copy the installed libllama and its headers to a folder of their own."""
     folder = library_folder()
     assert folder is not None
     library = library_in(folder, "llama")
@@ -191,7 +191,7 @@ def test_headers_are_read_once(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
     (kept,) = (engine.parent / "include").glob("*.json")
     monkeypatch.setattr("localllm_backends.llamacpp.binding.c_headers.read_headers", None)
     assert described(engine) == made
-    # A file that was cut, or is of another version, is made anew.
+    # A truncated file or one of another version is generated anew.
     kept.write_text("{")
     with pytest.raises(TypeError):
         described(engine)
@@ -295,7 +295,7 @@ def test_a_header_that_is_no_c_is_an_error_with_its_place(tmp_path: Path) -> Non
 
 
 def test_functions_that_were_cxx_have_the_names_of_both_compilers(tmp_path: Path) -> None:
-    """The names are those that llama-cpp-python lists, and that a compiler gives."""
+    """The names equal those that llama-cpp-python lists and those that a compiler generates."""
     staging = Path(binding.__file__).with_name("staging.h")
     names = tuple(re.findall(r"\b(llama_\w+)\s*\(", staging.read_text()))
     found = read(tmp_path, staging.read_text(), functions=names, staging=names)

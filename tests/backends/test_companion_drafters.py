@@ -1,7 +1,7 @@
-"""Trained drafters beside a model: however a sequence came to be, they guess what they would had
-they read it at once.
+"""Trained drafters for a model: however a sequence was built, they propose the same tokens as if
+they had read it at once.
 
-What they would guess is computed apart from the product: drafter_reference.py.
+The expected drafts are computed separately from the product: drafter_reference.py.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def load(model: Path, drafter: Path | str, **more: object) -> Backend:
 
 
 def failing(decode: Callable[[int, object], int], n_layers: int) -> Callable[[int, object], int]:
-    """llama_decode that fails but for models of so many layers."""
+    """Return a llama_decode that fails except for models with that many layers."""
     return lambda context, batch: (
         decode(context, batch)
         if start_native().llama_model_n_layer(start_native().llama_get_model(context)) == n_layers
@@ -102,7 +102,8 @@ def test_those_that_rest_guess_from_the_newest_tokens(pair: tuple[Path, Path, Re
 def test_dsparks_heads_guess_what_numpy_computes(
     model: Path, tmp_path: Path, *, confidence: bool
 ) -> None:
-    """Of the same random weights, without and with the heads: the writer draws theirs last."""
+    """Both drafters have the same random weights, one without and one with the heads: the writer
+    draws the heads' weights last."""
     base = tiny_drafters.write_dflash(tmp_path / "base.gguf", block=8)
     path = tiny_drafters.write_dflash(
         tmp_path / "d.gguf", block=8, markov=True, confidence=confidence
@@ -256,7 +257,7 @@ def test_one_that_loses_its_place_harms_nobody(
         )
         sequence, line, more = backend.new_sequence(), words(rng, 40), words(rng, 50)
         with monkeypatch.context() as patch:
-            # Every one of its sweeps fails.
+            # Every pass of the drafter fails.
             llama = start_native()
             patch.setattr(llama, "llama_decode", failing(llama.llama_decode, 3))
             backend.step([Chunk(sequence, line)])

@@ -1,5 +1,4 @@
-"""What makes something a backend: the contract, run against every backend and every memory shape we
-can build."""
+"""The backend contract, checked for every backend and every kind of memory that we can build."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ SHAPES: dict[str, Callable[[Path], Path] | None] = {
     "mlx-mtp+mtp": tiny_mlx.SHAPES["mtp"],
     "mlx-mtp-hybrid+mtp+rewind": tiny_mlx.SHAPES["mtp-hybrid"],
 }
-# What is loaded otherwise than by default, by the word after the plus sign.
+# Settings that differ from the defaults, by the word after the plus sign.
 SETTINGS: dict[str, dict[str, Any]] = {
     "": {},
     "q8_0": {"kv_type_k": "q8_0", "kv_type_v": "q8_0"},
@@ -116,7 +115,7 @@ def line(n: int, seed: int = 0) -> list[int]:
 
 
 def feed(backend: Backend, sequence: int, tokens: list[int]) -> np.ndarray:
-    """Append tokens in batches; the logits after the last."""
+    """Append tokens in batches and return the logits after the last one."""
     return Subject(backend).feed(sequence, tokens)
 
 
@@ -137,7 +136,7 @@ def test_the_contract_holds(backend: Backend, check: conformance.Check) -> None:
 
 
 class LostAfter(ScriptedBackend):
-    """A device that is lost after so many steps."""
+    """A device that is lost after that many steps."""
 
     def __init__(self, n_steps: int) -> None:
         super().__init__(n_ctx=N_CTX)
@@ -152,7 +151,7 @@ class LostAfter(ScriptedBackend):
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_a_check_that_fails_gives_its_sequences_back(check: conformance.Check) -> None:
-    """Whichever of its steps the device is lost in."""
+    """The device may be lost in any step of the check."""
     for n_steps in range(200):
         backend = LostAfter(n_steps)
         with contextlib.suppress(BackendFailure, conformance.NotApplicable):
@@ -218,7 +217,8 @@ def test_the_state_of_another_place_is_refused(backend: Backend) -> None:
 
 @pytest.mark.parametrize("name", ["llamacpp-sliding", "llamacpp-hybrid"])
 def test_llama_cpp_keeps_state_apart(name: str, tmp_path: Path) -> None:
-    """Else every snapshot is of everything: this build writes sequences in another way."""
+    """Otherwise every snapshot would contain all data. A failure means that this build stores
+    sequences differently."""
     write = SHAPES[name]
     assert write is not None
     loaded = llamacpp.load(

@@ -1,5 +1,5 @@
-"""Weights that llama.cpp reads in the mapped file move into huge pages: the same bytes at the same
-addresses."""
+"""Weights that llama.cpp reads from the mapped file move into huge pages: the same bytes at the
+same addresses."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_a_system_without_them_moves_nothing(tmp_path: Path) -> None:
 
 @contextmanager
 def mapped(path: Path, *, read: bool) -> Iterator[np.ndarray]:
-    """A file of random bytes as llama.cpp maps one: shared, for reading, its pages mapped in where
-    `read`."""
+    """Map a file of random bytes as llama.cpp does: shared and read-only. With `read`, its pages
+    are mapped in."""
     path.write_bytes(np.random.default_rng(0).bytes(FILE_BYTES))
     with path.open("rb") as f:
         view = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)
@@ -75,7 +75,7 @@ def mapped(path: Path, *, read: bool) -> Iterator[np.ndarray]:
 
 
 def moved_bytes(path: Path) -> int:
-    """So much of the file lies no longer where it was mapped."""
+    """Return how many bytes of the file are no longer mapped from it."""
     return FILE_BYTES - sum(stop - start for start, stop in mapped_at(path))
 
 
@@ -151,8 +151,8 @@ def test_who_reads_meanwhile_notices_nothing(tmp_path: Path) -> None:
 
 @needs_huge_pages
 def test_a_model_whose_weights_moved_while_its_engine_idled_says_the_same(smollm2: Path) -> None:
-    """SmolLM2 in Q4_1, which no processor's kernels want laid out anew: nearly all of the file
-    moves. (What a device computes with lies there.)"""
+    """SmolLM2 in Q4_1: no processor's kernels repack this type, so nearly all of the file moves.
+    (Layers on a GPU would be in its memory, so none are offloaded.)"""
     backend = backend_type.load(
         LoadSpec(str(smollm2), n_ctx=512, placement=Placement(gpu_layers=0))
     )

@@ -1,4 +1,4 @@
-"""Versions and entry points are those that importlib.metadata finds."""
+"""Versions and entry points equal those that importlib.metadata finds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Embedding models through real llama.cpp: rows of length 1 that do not depend on what else is in
-the batch, but for the 16-bit rounding of flash attention (2e-4 at most was seen)."""
+"""Embedding models with real llama.cpp: rows of length 1 that do not depend on the rest of the
+batch, except for the 16-bit rounding of flash attention (2e-4 at most was seen)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Steps of llama.cpp: over when they return, also where nobody asks for logits, and the first like
-every other."""
+"""Steps of llama.cpp: they are complete when they return, even if no logits are read, and the first
+step computes like every later one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from models import tiny_gguf
 def test_a_step_waits_for_its_device(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, outputs: int
 ) -> None:
-    """Reading logits waits by itself; a GPU's queue takes a step without them in microseconds."""
+    """Reading logits waits for the device. Without logits, a GPU's queue accepts a step within
+    microseconds, so the step must wait."""
     calls: list[str] = []
     llama = start_native()
 
@@ -43,8 +44,8 @@ def test_a_step_waits_for_its_device(
 
 
 def test_the_first_step_of_a_mixture_asks_the_experts_that_its_router_chose(tmp_path: Path) -> None:
-    """llama.cpp's own warm-up asks all of them, and a step of the same shape that follows is
-    computed as it was."""
+    """llama.cpp's own warm-up uses all experts, and a step of the same shape after it would be
+    computed in the same way."""
     backend = backend_type.load(
         LoadSpec(str(tiny_gguf.write_moe(tmp_path / "moe.gguf")), n_ctx=256, n_threads=1)
     )
@@ -67,8 +68,8 @@ def test_the_first_step_of_a_mixture_asks_the_experts_that_its_router_chose(tmp_
 def test_a_gpu_reads_several_micro_batches_in_a_step_and_takes_them_back(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As read one by one; of a step that was ended behind some of them nothing stays. (The
-    processor stands in for a GPU.)"""
+    """The logits equal those of single micro-batches. If a step is interrupted after some of its
+    micro-batches, none of them remains. (The CPU stands in for a GPU.)"""
     prompt = [3 + i * 7 % 250 for i in range(1500)]
     spec = LoadSpec(str(tiny_model), n_ctx=4096, n_threads=1)
     monkeypatch.setattr("localllm_backends.llamacpp.context.has_gpu", lambda: False)

@@ -1,4 +1,4 @@
-"""Text to token ids: what is read in pieces is read as in one."""
+"""Text to token ids: a text tokenized in pieces gives the same ids as in one call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from models.tiny_gguf import write_llama
 def test_every_token_that_ends_an_answer_is_known(
     smollm2: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Also those that are plain words, if the header names them."""
+    """These include ends that are ordinary words, if the header names them."""
     named = write_llama(tmp_path / "named.gguf", ends={"eot": 300, "eom": 301})
     for path in (smollm2, tiny_model, named):
         words = backend_type.load(LoadSpec(str(path), n_ctx=64))
@@ -67,7 +67,8 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(
 def test_a_conversation_that_goes_on_is_read_where_it_is_new(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By those who share its KV; to others a guess of it takes as long as anything."""
+    """Only requests that share the KV save this time. For others, a check of a guessed prefix takes
+    as long as for any text."""
     words = backend_type.load(LoadSpec(str(tiny_model), n_ctx=64))
     tokenizer, reads, read = Tokenizer(words), list[str](), words.tokenize
 

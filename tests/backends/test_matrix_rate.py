@@ -1,4 +1,4 @@
-"""The installed llama.cpp's matrix kernels, timed by the program that is run for it."""
+"""Speed of the installed llama.cpp's matrix kernels, measured by a separate program."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ def test_the_program_tells_what_this_processors_cores_multiply() -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     answer = json.loads(done.stdout)
-    # A type that this build does not know is no error: files of it can't be run either.
+    # A type that this build does not know is not an error: files of that type can't be run either.
     assert set(answer["rates"]) == {"Q4_K", "F16"}
     for layouts in answer["rates"].values():
         assert "stored" in layouts
         assert set(layouts) <= {"stored", "laid_out"}
         for rates in layouts.values():
-            # The slowest core that runs llama.cpp at all multiplies faster, the fastest thousand
-            # slower.
+            # The slowest core that runs llama.cpp is faster than the lower bound, and a thousand of
+            # the fastest cores are slower than the upper bound.
             assert 1e7 < rates["token_flops_s"] < 1e15
             assert 1e8 < rates["prompt_flops_s"] < 1e15
             assert 1e8 < rates["experts_flops_s"] < 1e15
-    # A token of 16 bits a weight is bound by memory, of 4 bits by it or by arithmetic.
+    # A token with 16-bit weights is memory-bound; with 4-bit weights it is bound by memory or
+    # arithmetic.
     by_type = {
         name: layouts["stored"]["token_flops_s"] for name, layouts in answer["rates"].items()
     }

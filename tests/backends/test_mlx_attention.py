@@ -1,5 +1,5 @@
-"""MLX memory shows every new token exactly the tokens it may attend to, whatever was written, cut
-or moved before."""
+"""MLX's KV memory exposes to every new token exactly the tokens that it may attend to, after any
+writes, cuts and moves."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ HEADS, WIDTH, SLACK = 2, 32, 8
 
 @dataclass
 class Model:
-    """What a line should hold: one number per token, the tokens never repeating."""
+    """The expected content of a sequence: one number per token, without repeats."""
 
     tokens: list[float] = field(default_factory=list)
 
 
 def planes(tokens: list[float]) -> object:
-    """Keys [1, heads, n, width] whose every element is the token's number."""
+    """Return keys [1, heads, n, width] whose elements all equal the token's number."""
     import mlx.core as mx
 
     return mx.array(
@@ -44,8 +44,8 @@ def planes(tokens: list[float]) -> object:
 
 
 def seen_by(keys: object, mask: object, n: int) -> list[list[float]]:
-    """The tokens each of the last `n` queries may attend to, read from one row's keys and its
-    mask."""
+    """Return the tokens that each of the last `n` queries may attend to, read from one row's keys
+    and its mask."""
     import mlx.core as mx
 
     held = np.array(keys)[0, 0, :, 0]
@@ -61,7 +61,8 @@ def seen_by(keys: object, mask: object, n: int) -> list[list[float]]:
 
 
 def expected(tokens: list[float], n: int, window: int | None) -> list[list[float]]:
-    """By the definition: everything up to the query itself, or the last `window` of it."""
+    """Return the same by definition: all tokens up to the query itself, or the last `window` of
+    them."""
     lines = [tokens[: len(tokens) - n + i + 1] for i in range(n)]
     return lines if window is None else [line[-window:] for line in lines]
 
@@ -78,7 +79,8 @@ def line_of(window: int | None = None, n_layers: int = 1) -> SequenceCache:
 
 
 def append(line: SequenceCache, keys: Any, values: Any) -> Any:
-    """What the tokens of these keys may attend to, in the first layer."""
+    """Append these keys and return the first layer's keys and values that their tokens attend
+    to."""
     n = keys.shape[2]
     line.batch.make_room(n)
     seen = [leaf.update_and_fetch(keys, values) for leaf in line.leaves]
@@ -156,7 +158,7 @@ def test_rows_of_a_batch_grow_and_shrink_by_themselves(
     batch.hold(lines)
     number = 0.0
     for counts in steps:
-        # Rows are as wide as the longest; what stands behind a row's own end is padding.
+        # All rows have the width of the longest; entries after a row's own end are padding.
         accepted = [min(c, 3) for c in counts[: len(lines)]]
         width = max(1, *accepted)
         batch.make_room(width)
@@ -199,7 +201,8 @@ def test_two_lines_share_buffers_until_one_writes() -> None:
 
 
 def test_growing_writes_in_place_between_blocks() -> None:
-    """A step must not copy the whole memory: the active memory's peak stays near what is held."""
+    """A step must not copy the complete KV memory: the peak of active memory stays near the memory
+    held."""
     import mlx.core as mx
 
     line = line_of()
@@ -217,7 +220,7 @@ def test_growing_writes_in_place_between_blocks() -> None:
 
 
 def test_layers_grow_in_different_steps() -> None:
-    """Growing copies a buffer; all layers at once would be a stall for whoever decodes."""
+    """Growing copies a buffer. If all layers grew in one step, decoding streams would stall."""
     from mlx_lm.models.cache import KVCache
 
     from localllm_backends.mlx.kv_format import KvFormat
@@ -259,7 +262,7 @@ def test_layers_grow_in_different_steps() -> None:
 )
 @settings(max_examples=examples(30))
 def test_blocks_written_are_there_whatever_comes_between(actions: list[tuple[str, int]]) -> None:
-    """Blocks are copied into the buffers late: not after a cut, a fork or a step that must see
+    """Blocks are copied into the buffers late, but never after a cut, a fork or a step that needs
     them."""
     import mlx.core as mx
 
@@ -289,8 +292,8 @@ def test_blocks_written_are_there_whatever_comes_between(actions: list[tuple[str
 
 
 def test_many_blocks_are_copied_once() -> None:
-    """A stored prefix comes in blocks; growing the buffers for each would copy the first ones again
-    and again."""
+    """A stored prefix arrives in blocks. Growing the buffers for each block would copy the first
+    blocks again and again."""
     import mlx.core as mx
 
     line = line_of()

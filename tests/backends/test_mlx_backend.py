@@ -1,5 +1,5 @@
-"""What MLX adds to the contract: steps started ahead, rows that come and go, rewound state, no
-leaks."""
+"""MLX-specific behaviour beyond the contract: steps started early, rows that join and leave,
+rewound state, no leaks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ pytestmark = [
 def test_a_chunk_at_great_depth_is_computed_in_pieces(
     load: Callable[..., Any], shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that no call holds more scores than there is memory for; whoever reads such a chunk sees
-    nothing of it."""
+    """This limits the memory for attention scores per call. The result of such a chunk does not
+    change."""
     backend, judge = load(shape, n_batch=512), load(shape, n_batch=512)
     text = line(700)
     expected = alone(judge, text)
@@ -47,7 +47,7 @@ def test_a_chunk_at_great_depth_is_computed_in_pieces(
     assert_same(result.logits(0)[-1], expected)
 
 
-# --- one step ahead -------------------------------------------------------------------------------
+# --- steps started early --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", ["llama", "sliding", "hybrid", "recurrent"])
@@ -69,7 +69,7 @@ def test_greedy_steps_are_started_ahead_and_a_change_of_mind_costs_nothing_but_t
             text.append(result.argmax(i)[0])
     assert calls.n <= 12 + n_streams + 1, "every step was computed once, and one more is under way"
     assert backend.stepper.ahead is not None
-    # Somebody samples: another token than the one expected.
+    # A sampled token differs from the expected greedy token.
     for text in texts:
         text[-1] = (text[-1] + 7) % 250
     result = backend.step([Chunk(s, t[-1:]) for s, t in zip(sequences, texts, strict=True)])
@@ -111,7 +111,7 @@ HISTORIES = {
     "hybrid": {"n_rewind": 8},
     "recurrent": {"n_rewind": 8},
 }
-# The same with segments of a few tokens, so that short sequences have long chains of them.
+# The same with segments of a few tokens, so that short sequences have long chains of segments.
 SMALL_SEGMENTS = [
     f"{setting} in segments" for setting in ("llama", "llama+q8_0", "sliding", "mla", "hybrid")
 ]
@@ -122,8 +122,8 @@ SMALL_SEGMENTS = [
 def test_after_any_history_logits_are_those_of_the_tokens_held(
     load: Callable[..., Any], setting: str, moves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forks, cuts, drops, exports, mixed steps and steps started ahead, in random order, against
-    plain computing."""
+    """Forks, cuts, drops, exports, mixed steps and steps started early, in random order, compared
+    with direct computation."""
     rng = random.Random(setting)
     setting, _, in_segments = setting.partition(" ")
     if in_segments:
@@ -177,7 +177,8 @@ def test_after_any_history_logits_are_those_of_the_tokens_held(
 def step(
     backend: Any, judge: Any, held: dict[int, list[int]], guess: dict[int, int], rng: random.Random
 ) -> None:
-    """One mixed step: some decode (greedily or not), some carry drafts, one may prefill."""
+    """Run one mixed step: some sequences decode (greedily or not), some verify drafts, one may
+    prefill."""
     chunks = []
     for sequence, tokens in held.items():
         kind = rng.random()
@@ -307,21 +308,21 @@ def test_hundreds_of_requests_leave_nothing_behind(load: Callable[..., Any], req
     baseline = mx.get_active_memory()
     try:
         serve(requests)
-        # Without the collector's help: a cycle would hold on to a dropped sequence's buffers.
+        # Without the garbage collector: a cycle would keep a dropped sequence's buffers.
         assert mx.get_active_memory() <= 1.01 * baseline
     finally:
         gc.enable()
     engine.check_integrity()
 
 
-# --- state apart from KV --------------------------------------------------------------------------
+# --- state separate from KV -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", ["sliding", "hybrid"])
 def test_a_state_is_as_large_behind_many_tokens_as_behind_few(
     load: Callable[..., Any], shape: str
 ) -> None:
-    """And the KV that is stored once, in pieces, is of the layers that keep every token."""
+    """The KV stored in blocks is that of the layers that keep every token."""
     backend = load(shape)
     sequence, _ = start(backend, line(200))
     few, kv = backend.state_bytes(sequence), len(backend.export_range(sequence, 0, 200))
@@ -334,7 +335,8 @@ def test_a_state_is_as_large_behind_many_tokens_as_behind_few(
 
 @pytest.mark.parametrize("shape", ["sliding", "hybrid"])
 def test_a_state_is_taken_beside_streams_that_go_on(load: Callable[..., Any], shape: str) -> None:
-    """What was begun for them ahead stays begun, though it has moved the state already."""
+    """The step that was started early for them remains valid, although it has already advanced the
+    state."""
     backend, judge = load(shape), load(shape)
     texts = [line(30 + i, i) for i in range(2)]
     sequences = [start(backend, text)[0] for text in texts]
@@ -357,7 +359,7 @@ def test_a_state_is_taken_beside_streams_that_go_on(load: Callable[..., Any], sh
 def test_a_batch_forms_by_one_submission_and_one_wait(
     load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by one for each layer."""
+    """There is not one wait for each layer."""
     import mlx.core as mx
 
     backend = load()

@@ -1,5 +1,5 @@
-"""A step with drafts continues the step that MLX started early: its logits are those of a backend
-that starts none."""
+"""A step with drafts continues the step that MLX started early. Its logits equal those of a backend
+that starts no steps early."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ LONG = 3000
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 def test_a_fork_takes_two_blocks_and_no_cells(load: Callable[..., Any], kind: str) -> None:
-    """Also after both have been extended, in bytes that MLX holds and in those that are reported."""
+    """This also holds after both have been extended, in bytes that MLX holds and in those that are
+    reported."""
     import mlx.core as mx
 
     backend = load(n_ctx=4096, n_batch=512, kv_type_k=kind, kv_type_v=kind)
@@ -55,8 +56,8 @@ def test_eight_answers_need_little_more_memory_than_one(load: Callable[..., Any]
         gc.collect()
         mx.clear_cache()
         before_bytes = mx.get_active_memory()
-        # Room for one prompt and eight answers, but not for two prompts. Without drafts: their lengths
-        # depend on measured times, and rows of drafts take memory.
+        # Room for one prompt and eight answers, but not for two prompts. Drafts are off: their
+        # lengths depend on measured times, and their rows take memory.
         loaded = load(n_ctx=4096, n_seq_max=8, n_batch=512)
         engine = Engine(loaded, EngineSettings(draft="off"))
         mx.reset_peak_memory()
@@ -66,7 +67,7 @@ def test_eight_answers_need_little_more_memory_than_one(load: Callable[..., Any]
                 str(i), line(LONG), max_tokens=30, sampling=GREEDY, ignore_eos=True
             )
             outcome.take(engine.submit(request, line(LONG)))
-        # Prefill has slices by time, so their number differs.
+        # Prefill is sliced by time, so its number of steps varies.
         n_steps = 0
         while engine.has_work:
             events = engine.step()

@@ -1,4 +1,5 @@
-"""Small KV types on MLX: their bytes are planned, their loss is measured, a slow one is replaced."""
+"""Quantised KV types on MLX: their bytes are planned, their loss is measured, and a slow type is
+replaced."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ TURBO = ["turbo4", "turbo3", "turbo2"]
 
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny llama in float16, as published models are in 16 bits."""
+    """A tiny llama model in float16, because published models have 16 bits."""
     import mlx.core as mx
 
     folder = tiny_mlx.write_llama(tmp_path_factory.mktemp("halves") / "model")

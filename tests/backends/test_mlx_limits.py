@@ -1,4 +1,4 @@
-"""What MLX can't do here is said: a missing compiler, settings it does not have, broken files, too
+"""Errors for unsupported cases on MLX: a missing compiler, unavailable settings, broken files, too
 little memory."""
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_a_memory_that_cannot_be_quantised_says_so(load: Callable[..., Any], sha
 
 
 class WholeNumbers:
-    """A model whose keys and values are whole numbers."""
+    """A model whose keys and values are integers."""
 
     layers = (None,)
 
@@ -153,10 +153,10 @@ def test_the_working_set_apple_recommends_is_the_limit_on_metal() -> None:
     # Measured on an M5 Max with 128 GB: 107.52 GiB (github.com/antirez/ds4/pull/893).
     recommended = int(107.52 * 2**30)
     device = {"max_recommended_working_set_size": recommended, "memory_size": 128 * 2**30}
-    # What the system calls available says nothing there: the working set is the limit.
+    # The system's available memory does not count there: the working set is the limit.
     assert usable_bytes(device, 100 * 10**9, 10**9, 5 * 10**9) == recommended - 100 * 10**9
     assert usable_bytes({"architecture": "x86_64"}, 0, 10**9, 5 * 10**9) == 6 * 10**9 - 256 * 2**20
     cuda = {"architecture": "sm_120", "total_memory": 32 * 10**9, "free_memory": 20 * 10**9}
     assert usable_bytes(cuda, 4 * 10**9, 10**9, 5 * 10**9) == 21 * 10**9 - 256 * 2**20
-    # A figure of when it was first asked, and the memory has been filled since.
+    # The free memory was read once at first use, and the memory has been filled since.
     assert usable_bytes(cuda, 30 * 10**9, 0, 5 * 10**9) == 2 * 10**9 - 256 * 2**20

@@ -1,8 +1,8 @@
-"""A model's own draft heads on MLX: however a sequence came to be, they guess what they would guess
-had they read it at once.
+"""A model's own draft heads on MLX: however a sequence was built, they propose the same tokens as
+if they had read it at once.
 
-What they would guess is computed here apart from the product: the model and a model of the head's
-one layer as mlx-lm loads them, without caches, over the whole history.
+The expected drafts are computed here separately from the product: by the model and a model of the
+head's single layer as mlx-lm loads them, without caches, over the complete history.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Reference:
         unseen: frozenset[int] = frozenset(),
         begin: int = 0,
     ) -> list[int]:
-        """The head's best guesses behind `history`. `unseen`: positions whose hidden row before
-        them is not known."""
+        """Return the head's best guesses after `history`. `unseen`: positions before which the
+        hidden row is unknown."""
         import mlx.core as mx
 
         hidden = self._model.model(mx.array([history[:-1]]))[0]
@@ -82,7 +82,7 @@ class Reference:
 
 @dataclass
 class Line:
-    """A sequence, how far its head has read, and the hidden rows that are lost."""
+    """A sequence's tokens, the head's read position, and the hidden rows that are lost."""
 
     tokens: list[int] = field(default_factory=list)
     read: int = 0
@@ -138,7 +138,8 @@ def test_guesses_are_those_from_scratch_after_any_history(
     folder: Path, reference: Reference
 ) -> None:
     backends, rng = [load(folder), load(folder)], random.Random(1)
-    # Where states are kept apart from the KV, a line is cut and forked with those taken there.
+    # If states are stored separately from the KV, a sequence is truncated and forked only at stored
+    # states.
     stateful = backends[0].capabilities.states
     held: list[tuple[Backend, int, Line]] = []
     asked = good = guessed = 0
@@ -327,8 +328,8 @@ def test_models_whose_heads_cannot_run_are_refused_with_the_reason(tmp_path: Pat
 
 
 def test_quantised_heads_are_read_as_they_are_stored(tmp_path: Path) -> None:
-    """The model in 8 bits and its head too, which then guesses what the whole one does, most of the
-    time."""
+    """The model and its head are quantised to 8 bits. The head then makes the same guesses as the
+    unquantised one, most of the time."""
     import mlx.core as mx
 
     folder = tiny_mlx.write_mtp(tmp_path / "whole", likeness=0.3)

@@ -1,5 +1,5 @@
-"""The list of names that we use from mlx-lm and mlx-vlm is complete, and the installed releases have
-all of them."""
+"""The list of names that we use from mlx-lm and mlx-vlm is complete, and the installed releases
+have all of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def imported() -> Iterator[str]:
 
 def test_every_imported_name_is_in_the_list() -> None:
     listed = {name.partition("(")[0] for names in library_names.names().values() for name in names}
-    # A module is in the list with its names.
+    # A module is listed together with its names.
     modules = {name.rpartition(".")[0] for name in listed}
     assert set(imported()) <= listed | modules
 

@@ -1,5 +1,5 @@
-"""What an MLX backend refuses, and what is left as it was where a step fails: tokens, forks, blocks
-from elsewhere."""
+"""Errors of an MLX backend, and the state after a failed step: tokens, forks, and foreign
+blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 
-# --- failing --------------------------------------------------------------------------------------
+# --- failing steps --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_failed_step_appends_nothing_and_costs_only_its_own_sequences(
 def test_a_failure_while_computing_appends_nothing_either(
     load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, n_streams: int
 ) -> None:
-    """MLX computes lazily: what goes wrong is thrown when the step's results are waited for."""
+    """MLX computes lazily, so errors are raised when the step's results are awaited."""
     import mlx.core as mx
 
     backend = load()
@@ -107,7 +107,7 @@ def test_a_fork_that_must_copy_takes_its_cells_at_once(
     def own_attention(q: Any, k: Any, v: Any, *, cache: Any, **options: Any) -> Any:
         return mx.fast.scaled_dot_product_attention(q, k, v, **options)
 
-    # A model with attention of its own, which can't be computed in parts.
+    # A model with its own attention, which can't be computed in parts.
     monkeypatch.setattr("mlx_lm.models.llama.scaled_dot_product_attention", own_attention)
     backend = load(n_ctx=100)
     sequence, _ = start(backend, line(60))
@@ -119,7 +119,7 @@ def test_a_fork_that_must_copy_takes_its_cells_at_once(
     assert backend.cells_free() == 40
 
 
-# --- bytes from elsewhere -------------------------------------------------------------------------
+# --- foreign blocks -------------------------------------------------------------------------------
 
 
 def test_blocks_of_another_model_or_type_are_refused(load: Callable[..., Any]) -> None:
@@ -158,7 +158,7 @@ _KEPT: dict[int, Any] = {}
 
 
 def _shared(load: Callable[..., Any]) -> Any:
-    """One backend for all examples of a property."""
+    """Return one backend that all examples of a property share."""
     if id(load) not in _KEPT:
         _KEPT.clear()
         _KEPT[id(load)] = load()

@@ -1,5 +1,5 @@
-"""Tokens sampled on the device, served: steps are begun ahead, submitted once, and whatever is asked
-beside them holds."""
+"""Sampling on the device in the complete engine: steps are started early and submitted once, with
+any mix of concurrent requests."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def tokens_of(engine: Engine, *requests: Request) -> dict[str, list[int]]:
     return said
 
 
-# Drawn in the order of the logits, there as here; without a top_k there it is by id.
+# With a top_k, the device and our sampler both draw in the order of the logits; without one the
+# device draws by id.
 HOT = Sampling(temperature=1.2, top_k=300, top_p=1.0, min_p=0.0)
 
 
@@ -153,7 +154,7 @@ def test_a_step_is_submitted_once_whatever_is_asked(
     shape: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the next one's model call in it, for whoever stands beside whom."""
+    """The submission includes the next step's model call, for any mix of concurrent requests."""
     import mlx.core as mx
 
     engine, calls = engines(shape)
@@ -183,8 +184,8 @@ def test_a_step_is_submitted_once_whatever_is_asked(
 def test_all_kinds_of_requests_run_beside_each_other(
     engines: Callable[..., tuple[Engine, Calls]],
 ) -> None:
-    """Sampled there, greedy, penalised and with log-probabilities: each as if it were sampled
-    here."""
+    """Requests sampled on the device, greedy ones, ones with penalties and ones with
+    log-probabilities all get the same tokens as with sampling in the engine."""
     kinds = [
         asked("a", replace(HOT, seed=1), 20),
         asked("bb", Sampling(temperature=0.0), 8),
@@ -199,8 +200,8 @@ def test_all_kinds_of_requests_run_beside_each_other(
 def test_a_stop_string_and_a_grammar_hold_beside_drawn_streams(
     engines: Callable[..., tuple[Engine, Calls]],
 ) -> None:
-    """A step begun ahead for one that stops, or beside one whose tokens a grammar chooses, changes
-    nobody's tokens."""
+    """A step may be started early for a request that then stops, or next to one whose tokens a
+    grammar chooses. This changes no request's tokens."""
     there, _ = engines("llama")
     here, _ = engines("llama", samples=False)
     plain = asked("a", replace(HOT, seed=5), 24)
@@ -217,7 +218,7 @@ def test_a_stop_string_and_a_grammar_hold_beside_drawn_streams(
 
 
 def test_sampling_keeps_the_contract(folder: Callable[[str], Path]) -> None:
-    """Also on a processor, which doesn't offer it."""
+    """This also holds on a CPU, which does not offer sampling."""
     backend = mlx.load(LoadSpec(str(folder("llama")), n_ctx=256, n_batch=64))
     backend.capabilities = replace(backend.capabilities, samples=True)
     check = conformance.what_is_sampled_follows_from_the_logits

@@ -1,5 +1,5 @@
-"""Tokens sampled on the device are the tokens our own sampler chooses, and the step behind them is
-begun before they are seen."""
+"""Tokens sampled on the device equal those of our own sampler, and the next step starts before they
+are read."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ pytestmark = [
 ]
 
 
-# Of single precision: shares and sums of shares err by less.
+# Single precision: probabilities and their sums have smaller errors than this.
 NEAR = 1e-4
 
 
 def faults(
     row: np.ndarray, sampling: Sampling, drawn: list[tuple[float, int]], **changes: Any
 ) -> list[str]:
-    """What contradicts the definition in double precision: of all that single precision may make of
-    where top_p and min_p end."""
+    """Return the violations of the definition in double precision. Of all limits of top_p and min_p
+    within single precision, the best match counts."""
     best: list[str] | None = None
     for by in (0.0, -NEAR / 10, NEAR / 10):
         near = replace(
@@ -113,8 +113,8 @@ def sampler_of(sampling: Sampling, grammar: Grammar | None, never: tuple[int, ..
 def test_what_is_drawn_follows_the_definition(
     streams: list[tuple[Sampling, str, bool, bool]], n_vocab: int, seed: int, history: list[int]
 ) -> None:
-    """Rows of several requests with stages of their own, each at 30 uniforms: a token has one
-    interval, as long as it is probable."""
+    """Rows of several requests with different sampler stages, each at 30 uniforms: every token owns
+    one interval, as long as its probability."""
     import mlx.core as mx
 
     from localllm_backends.mlx.sampling import UNSURE, sample
@@ -124,7 +124,7 @@ def test_what_is_drawn_follows_the_definition(
     uniforms = np.random.default_rng(seed).random(30)
     asked, given_rows = [], []
     for row, (sampling, _, schema, ban) in zip(rows, streams, strict=True):
-        # Two of the better tokens are banned.
+        # Two of the best tokens are banned.
         never = tuple(int(t) for t in np.argsort(row)[-2:]) if ban else ()
         spec = sampler_of(sampling, Grammar(3, n_vocab) if schema else None, never).sample_spec(
             history
@@ -194,7 +194,7 @@ def test_what_is_drawn_behind_a_token_nobody_has_seen_is_what_would_be_drawn_onc
         behind.append(seen)
     if not tokens:
         return
-    # Of small integers, so that not one bit is lost and equals are many.
+    # Small integers, so that no bit is lost and many logits are equal.
     rows = mx.array(rng.integers(-4, 9, (len(tokens), 40)).astype(np.float32))
     early = sample(rows, before, drawn=mx.array(tokens, dtype=mx.int32)).on_host
     assert early == sample(rows, behind).on_host
@@ -247,7 +247,8 @@ FILTERS = {
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("changes", CHANGES)
 def test_a_draw_takes_few_kernels(filters: str, changes: str, tmp_path: Path) -> None:
-    """Of all rows together, from a vocabulary as large as Qwen's: views take none."""
+    """The count is for all rows together, with a vocabulary as large as Qwen's. Views need no
+    kernel."""
     import mlx.core as mx
 
     from localllm_backends.mlx.sampling import sample

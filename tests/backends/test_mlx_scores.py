@@ -1,4 +1,4 @@
-"""What MLX holds of attention scores, planned, beside the peak that MLX itself counts."""
+"""The planned memory of MLX's attention scores, compared with the peak that MLX reports."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ WIDTH, HEADS, LAYERS = 256, 4, 2
 
 
 def peaks(step: int, depths: list[int]) -> list[int]:
-    """Bytes that mlx-lm's gemma 3 takes at most beyond what it holds, in a step that ends at each
-    depth."""
+    """Return the peak bytes of mlx-lm's gemma 3 above the memory held before, for a step that ends
+    at each depth."""
     import mlx.core as mx
     from mlx.utils import tree_map
     from mlx_lm.models.cache import make_prompt_cache
@@ -58,7 +58,7 @@ def test_scores_grow_with_the_depth_as_planned(step: int) -> None:
     assert full.mixer.quantised_separately == (WIDTH, WIDTH)
     depths = [1024, 4096]
     shallow, deep = (scores_bytes(model, RunSettings(n, n_batch=step), ()) for n in depths)
-    # While caches grow, one and the same step holds each layer's old keys and values beside the new
+    # While caches grow, one step holds each layer's old keys and values in addition to the new
     # ones.
     grown = LAYERS * 2 * WIDTH * 2 * (depths[1] - depths[0])
     least = 0.95 * (deep - shallow)
@@ -66,7 +66,7 @@ def test_scores_grow_with_the_depth_as_planned(step: int) -> None:
     for _ in range(5):
         first, last = peaks(step, depths)
         if least <= last - first <= most:
-            break  # beside other work buffers come back sooner or later, which moves the peak
+            break  # with other work, buffers are freed sooner or later, which moves the peak
     assert least <= last - first <= most
 
 

@@ -1,5 +1,5 @@
-"""Trained drafters on MLX: however a sequence came to be, they guess what mlx-vlm's own classes
-guess from scratch, without our memory."""
+"""Trained drafters on MLX: however a sequence was built, they propose the same tokens as mlx-vlm's
+own classes do from scratch, without our memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from models import tiny_mlx, tiny_mlx_drafters
 from support.pictures import needs_mlx_vlm
 
 pytestmark = [pytest.mark.mlx, needs_mlx_vlm()]
-# For each: how to write it, the model's layers whose outputs it reads, tokens of a block.
+# For each kind: arguments of the writer, the model's layers whose outputs the drafter reads, and
+# the tokens of a block.
 KINDS: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     "eagle3": ({"design": "eagle3", "layout": "speculators"}, (0, 1, 1), 0),
     "eagle3-d2t": (
@@ -40,14 +41,14 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
 
 
 class Reference:
-    """A drafter as mlx-vlm runs it, after the model as mlx-lm runs it, all without a past."""
+    """A drafter run by mlx-vlm, after the model run by mlx-lm, both without earlier state."""
 
     def __init__(self, model: Path, drafter: Path, layers: tuple[int, ...], block: int) -> None:
         from mlx_lm.utils import load_model
         from mlx_vlm.speculative import load_drafter
 
         self._model, _ = load_model(model)
-        # mlx-vlm drafts only for models that can undo; nothing is undone here.
+        # mlx-vlm drafts only for models that can roll back; these tests roll back no tokens.
         self._model.rollback_speculative_cache = None
         self._drafter, self._kind = load_drafter(str(drafter))
         self._layers, self._block = layers, block
@@ -65,7 +66,7 @@ class Reference:
         rows = mx.concatenate([outputs[i] for i in self._layers], axis=-1)
         known = [0.0 if at + 1 in unseen else 1.0 for at in range(len(line) - 1)]
         rows = rows * mx.array(known)[None, :, None]
-        # Each token is read with the row before it.
+        # Each token is read together with the row before it.
         first = max(begin - 1, 0)
         ids, rows = ids[:, first:], rows[:, first:]
         memory = self._drafter.reset(self._model)
@@ -101,7 +102,8 @@ def embeddings(model: Path) -> np.ndarray:
 def with_reference(
     kind: str, model: Path, folder: Path, **more: object
 ) -> tuple[Backend, Reference]:
-    """The model with a drafter of this kind, written to `folder`, and what it should guess."""
+    """Load the model with a drafter of this kind, written to `folder`. Return it with the reference
+    for its drafts."""
     how, layers, block = KINDS[kind]
     if how["design"] == "eagle3":
         # mlx-vlm assumes that a head's embeddings are copies of the model's.
@@ -129,7 +131,8 @@ def test_those_that_rest_guess_from_the_newest_tokens(
 
 
 def guesses(backend: Backend, seed: int = 3) -> list[list[int]]:
-    """Drafts after four sequences of different lengths, each alone; all together are the same."""
+    """Return the drafts after four sequences of different lengths, each drafted alone. Drafting all
+    together gives the same."""
     rng = random.Random(seed)
     sequences = []
     for n in (3, 40, 17, 90):
@@ -160,10 +163,11 @@ def test_published_layouts_of_an_eagle3_head_are_the_same_head(model: Path, tmp_
         drafter = tiny_mlx_drafters.write_eagle3(tmp_path / layout, **same)
         layouts.append(guesses(load(model, drafter)))
     assert layouts[0] == layouts[1]
-    # Without tables of its own it reads and writes with the model's.
+    # Without its own tables, the head uses the model's embedding and output tables.
     shared = tiny_mlx_drafters.write_eagle3(tmp_path / "shared", own_tables=False)
     assert guesses(load(model, shared)) != layouts[0]
-    # Without a list of layers it reads the usual three, which so small a model does not have.
+    # Without a list of layers, the head reads the usual three, which this small model does not
+    # have.
     unnamed = tiny_mlx_drafters.write_eagle3(tmp_path / "unnamed", eagle_config={})
     with pytest.raises(LoadError, match="it reads 3 layers of a model with 2"):
         load(model, unnamed)
@@ -192,7 +196,7 @@ def test_it_is_counted_and_told_apart(model: Path, tmp_path: Path) -> None:
         sequence = backend.new_sequence()
         backend.step([Chunk(sequence, words(random.Random(1), 40))])
         if backend is on:
-            # The drafter reads the tokens when it drafts.
+            # The drafter processes the tokens when it drafts.
             backend.draft([(sequence, 5, MOST)])
     assert on.memory().kv_bytes > plain.memory().kv_bytes
     assert len({b.info.fingerprint for b in (plain, on, second)}) == 3
@@ -236,7 +240,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(
 def test_one_that_fails_harms_nobody(
     design: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weights are missing a layer's norm only when it runs."""
+    """The drafter fails only when it runs: its norms raise an error."""
     backend = load(model, tiny_mlx_drafters.write(tmp_path / "d", design))
     plain = load(model, "")
     rng = random.Random(5)
@@ -245,7 +249,7 @@ def test_one_that_fails_harms_nobody(
     import mlx.nn as nn
 
     with monkeypatch.context() as patch:
-        # The model's steps are over, so only the drafter computes.
+        # The model's steps are finished, so only the drafter computes.
         backend.step([Chunk(sequence, line[:39])])
         backend.step([Chunk(sequence, line[39:])])
         patch.setattr(nn.RMSNorm, "__call__", lambda *_: 1 / 0)

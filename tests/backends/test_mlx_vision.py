@@ -1,5 +1,5 @@
-"""Images through the MLX backend: the logits behind them are mlx-vlm's own, however the prompt was
-put together."""
+"""Images with the MLX backend: the logits after them equal mlx-vlm's, however the prompt was
+assembled."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from models import tiny_mlx, tiny_mlx_vision
 from support.pictures import needs_mlx_vlm, pixels
 
 pytestmark = needs_mlx_vlm()
-# Steps of other sizes sum up in another order, in float32.
+# Steps of other sizes add float32 numbers in another order.
 NEAR = 2e-4
 SIZES = ((64, 64), (300, 200), (20, 500))
 
 
 @pytest.fixture(scope="module", params=list(tiny_mlx_vision.CONFIGS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint that sees, of each family."""
+    """A tiny checkpoint with vision of each family."""
     return tiny_mlx_vision.write(tmp_path_factory.mktemp("sees") / request.param, request.param)
 
 
 @pytest.fixture(scope="module")
 def backend(folder: Path) -> Iterator[Any]:
-    """It, loaded."""
+    """The loaded checkpoint."""
     loaded = backend_type.load(spec_of(folder))
     yield loaded
     loaded.check_integrity()
@@ -56,7 +56,7 @@ def backend(folder: Path) -> Iterator[Any]:
 
 
 def spec_of(folder: Path) -> LoadSpec:
-    """How the tests load it."""
+    """Return the load settings of these tests."""
     placed = Placement(gpu_layers=0)
     spec = LoadSpec(str(folder), n_ctx=1024, n_seq_max=6, n_batch=256, placement=placed)
     return replace(spec, projector=str(folder))
@@ -65,8 +65,8 @@ def spec_of(folder: Path) -> LoadSpec:
 def fill(
     backend: Any, sequence: int, runs: list[list[int] | MediaRun], piece: int = 256
 ) -> NDArray[np.float32]:
-    """Append `runs`, images in steps of `piece` tokens, or whole where they must be; the logits
-    behind the last."""
+    """Append `runs` and return the last logits. Images are split into steps of `piece` tokens
+    unless they must be in one step."""
     rows = None
     for run in runs:
         if isinstance(run, list):
@@ -84,10 +84,10 @@ def fill(
 
 
 def theirs(folder: Path, text: str, pictures: list[ImagePixels]) -> NDArray[np.float32]:
-    """The logits behind `text`, in which [IMG] stands for each picture, of mlx-vlm alone: its
-    loader, its processor, and its own language model and caches. Where the tokens of an image see
-    each other, with masks as the models were trained: mlx-vlm 0.7.10 leaves Gemma 3's out, and
-    gives Gemma 4's to all layers."""
+    """Return the logits after `text`, in which [IMG] stands for each picture, computed by mlx-vlm
+    alone: its loader, its processor, its language model and caches. If the tokens of an image
+    attend to each other, use masks as in training: mlx-vlm 0.7.10 omits Gemma 3's masks, and
+    applies Gemma 4's to all layers."""
     from mlx_vlm.generate import generate_step
     from mlx_vlm.utils import load
     from PIL import Image
@@ -118,8 +118,8 @@ def theirs(folder: Path, text: str, pictures: list[ImagePixels]) -> NDArray[np.f
 
 @contextmanager
 def masked_as_trained(family: str, is_image: NDArray[np.bool_]) -> Iterator[None]:
-    """Masks of mlx-vlm's language model in which the tokens of an image see each other: in every
-    layer of Gemma 3, and where there is a window in Gemma 4 (transformers 5.24,
+    """Give mlx-vlm's language model masks in which the tokens of an image attend to each other: in
+    every layer of Gemma 3, and in the layers with a window of Gemma 4 (transformers 5.24,
     `create_masks_for_vision_model` of both)."""
     if family not in ("gemma3", "gemma4-ahead"):
         yield
@@ -266,8 +266,8 @@ def test_the_same_pixels_have_the_same_key_and_others_another(backend: Any) -> N
 def test_a_large_picture_is_bounded_and_takes_what_was_planned(family: str, tmp_path: Path) -> None:
     import mlx.core as mx
 
-    # No text model here has three heads, which the plan may not confuse with the tower's.
-    # Qwen's two layers differ; one of the others' holds as much at once as several.
+    # No text model here has three heads, so the plan can't confuse them with the tower's. Qwen's
+    # two layers differ. For the others, one layer has the same peak as several.
     layers = 2 if family.startswith("qwen") else 1
     folder = tiny_mlx_vision.write(tmp_path / "large", family, side_px=256, heads=3, layers=layers)
     unloaded = mx.get_active_memory()
@@ -276,7 +276,7 @@ def test_a_large_picture_is_bounded_and_takes_what_was_planned(family: str, tmp_
     [run] = [r for r in laid_out if isinstance(r, MediaRun)]
     assert 400 < run.n_tokens < 1060
     if family == "pixtral":
-        # And a mark at the end of each of 32 rows but the last.
+        # There is also a mark at the end of each of 32 rows except the last.
         assert run.n_tokens == 1024 + 31
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -288,7 +288,7 @@ def test_a_large_picture_is_bounded_and_takes_what_was_planned(family: str, tmp_
     backend.close()
     assert mx.get_active_memory() - unloaded < report.projector_bytes
     assert 0.95 * planned <= taken <= 1.05 * planned
-    # Text and tower are what lies in the file, but for its header.
+    # The text model and the tower together make up the file, except for its header.
     size = (folder / "model.safetensors").stat().st_size
     assert 0.95 * size < report.weights_bytes + report.projector_bytes < size
 
@@ -303,7 +303,7 @@ def test_other_families_and_missing_weights_are_refused_by_name(tmp_path: Path) 
     assert backend_type.image_bytes(str(text)) == 0
     with pytest.raises(LoadError, match="images are not supported"):
         backend_type.load(spec_of(text))
-    # A conversion whose config speaks of a tower that it left out.
+    # A conversion whose config describes a tower that the conversion omitted.
     stated = json.loads((text / "config.json").read_text())
     (text / "config.json").write_text(json.dumps({**stated, "vision_config": {"patch_size": 4}}))
     assert backend_type.image_bytes(str(text)) == 0

@@ -1,5 +1,5 @@
-"""Token ids to exact bytes and back, ends and templates, from the several ways checkpoints write
-them down."""
+"""Token ids to exact bytes and back, end tokens and templates, from the several formats of
+checkpoints."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BPE over characters with byte fallback, as converted Llama-2 and Gemma tokenizers are."""
+    """A BPE over characters with byte fallback, like converted Llama-2 and Gemma tokenizers."""
     folder = tmp_path_factory.mktemp("pieces")
     words = [
         "<unk>",
@@ -207,7 +207,7 @@ def test_a_checkpoint_without_words_is_refused(tmp_path: Path) -> None:
 
 
 def test_older_tokenizer_files_are_read_as_the_newer_one(byte_level: Path, tmp_path: Path) -> None:
-    """vocab.json and merges.txt, as checkpoints had them before tokenizer.json."""
+    """vocab.json and merges.txt, the format of checkpoints before tokenizer.json."""
     model = json.loads((byte_level / "tokenizer.json").read_text())["model"]
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))

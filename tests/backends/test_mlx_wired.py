@@ -1,5 +1,5 @@
-"""Weights on a Mac's GPU: wired down after loading, within Metal's limit, and in the type that the
-chip computes."""
+"""Weights on a Mac's GPU: wired after loading, within Metal's limit, and in the type that the chip
+computes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ pytestmark = [
     pytest.mark.skipif(backend_type.available() is not None, reason=str(backend_type.available())),
 ]
 
-# A 24 GB M4's mx.device_info().
+# mx.device_info() of an M4 with 24 GB.
 TOTAL, RECOMMENDED = 25_769_803_776, 17_179_885_568
 
 
 class Metal:
-    """What memory.py asks of mlx.core, as on a Mac's GPU with so much loaded; `calls` in order."""
+    """The functions of mlx.core that memory.py uses, as on a Mac's GPU with that much memory
+    active. `calls` records the calls in order."""
 
     def __init__(self, active_bytes: int, *, device: str = "gpu") -> None:
         self.calls: list[tuple[str, int]] = []

@@ -1,8 +1,8 @@
-"""A model's own draft heads: however a sequence came to be, they guess what they would guess had
-they read it at once.
+"""A model's own draft heads: however a sequence was built, they propose the same tokens as if they
+had read it at once.
 
-What they would guess is computed here apart from the product: two contexts, llama.cpp's batches of
-tokens with hidden rows, one sweep over the whole history.
+The expected drafts are computed here separately from the product: with two contexts, llama.cpp's
+batches of tokens with hidden rows, and one pass over the complete history.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Reference:
         return np.ctypeslib.as_array(rows, (n, self._n_embd)).copy()
 
     def draft(self, history: list[int], most: int, unseen: tuple[int, ...] = ()) -> list[int]:
-        """The heads' best guesses behind `history`. `unseen`: positions whose hidden row before
-        them is not known."""
+        """Return the heads' best guesses after `history`. `unseen`: positions before which the
+        hidden row is unknown."""
         target = self._context(llama_cpp.LLAMA_CONTEXT_TYPE_DEFAULT)
         self._llama.llama_set_embeddings_nextn(target, True, False)
         array = (llama_cpp.llama_token * len(history))(*history)
@@ -61,8 +61,8 @@ class Reference:
         )
         rows[list(unseen)] = 0
         llama_cpp.llama_free(target)
-        # The newest token has not been read by the model when drafting: what it would know of it is
-        # not used.
+        # When drafting, the model has not yet computed the newest token, so that token's hidden row
+        # is not used.
         read, tail, tail_rows = history[:-1], [history[-1]], [rows[len(history) - 1]]
         for i in range(most):
             head = self._context(llama_cpp.LLAMA_CONTEXT_TYPE_MTP)
@@ -126,8 +126,8 @@ def draft(backend: Backend, sequence: int, newest: int) -> list[int]:
 
 
 def agrees(guessed: list[int], expected: list[int]) -> bool:
-    """Heads may stop where they are unsure, never before the first token here (the models are sure
-    of all)."""
+    """Return whether the drafts agree. Heads may stop where they are unsure, but not before the
+    first token, because the models are sure of all first tokens."""
     return bool(guessed) and guessed == expected[: len(guessed)]
 
 
@@ -138,8 +138,8 @@ def knows(
     line: list[int],
     unseen: tuple[int, ...] = (),
 ) -> bool:
-    """True if the heads go on from `line` as they should, whatever comes next; where they dare
-    to."""
+    """Return whether the heads continue `line` as expected, for several next tokens. Only non-empty
+    drafts are compared."""
     said = {newest: draft(backend, sequence, newest) for newest in (7, 40, 123, 200, 333)}
     expected = {
         newest: reference.draft([*line, newest], MOST, unseen)
@@ -214,11 +214,11 @@ def test_forks_and_cuts_behind_what_is_known_cost_one_row(path: Path, reference:
     backend, rng = load(path), random.Random(3)
     source, line = backend.new_sequence(), words(rng, 90)
     backend.step([Chunk(source, line[:80])])
-    # A draft lets the heads catch up, so only the last ten are unread.
+    # A draft lets the heads catch up, so only the last ten tokens are unread.
     draft(backend, source, 5)
     backend.step([Chunk(source, line[80:])])
-    # Within those, and at its end, a fork knows all; before them the hidden row at its end is lost,
-    # and nothing else.
+    # A fork within those tokens or at their end loses no row. A fork before them loses only the
+    # hidden row at its end.
     cuts: tuple[tuple[int, tuple[int, ...]], ...] = ((90, ()), (85, ()), (50, (50,)))
     for at, unseen in cuts:
         copy = backend.fork(source, at)
@@ -250,7 +250,7 @@ def test_exported_blocks_carry_what_the_heads_have_read(path: Path, reference: R
     assert knows(other, copy, reference, [*line], (80,))
     other.step([Chunk(copy, [20, 21])])
     assert knows(other, copy, reference, [*line, 20, 21], (80,))
-    # Blocks with the heads' KV and without it are told apart, by name and by content.
+    # Blocks with and without the heads' KV are distinguished by fingerprint and by content.
     plain = load_plain(path)
     assert plain.info.fingerprint != other.info.fingerprint
     sequence = plain.new_sequence()
@@ -275,7 +275,7 @@ def test_whole_blocks_carry_it_where_memory_cannot_be_cut(shape: str, tmp_path: 
     assert knows(backend, copy, reference, [*line], (70,))
     backend.step([Chunk(copy, [20, 21])])
     assert knows(backend, copy, reference, [*line, 20, 21], (70,))
-    # At its end even a fork of such a memory knows the hidden row.
+    # A fork of such a memory at its end has the hidden row.
     fork = backend.fork(source, 70)
     assert knows(backend, fork, reference, [*line])
     backend.step([Chunk(fork, [23])])
@@ -336,7 +336,7 @@ def test_memory_counts_the_heads_context(path: Path) -> None:
     assert off.capabilities.drafts == 0
     with pytest.raises(BackendFailure, match="without its draft heads"):
         off.draft([(0, 1, 1)])
-    # The trunk has two layers and the heads one, over a few more cells.
+    # The trunk has two layers and the heads one layer with a few more cells.
     trunk, added = off.memory().kv_bytes, on.memory().kv_bytes - off.memory().kv_bytes
     assert trunk * 0.5 <= added <= trunk * 0.8
     assert on.memory().compute_bytes > off.memory().compute_bytes
@@ -345,7 +345,7 @@ def test_memory_counts_the_heads_context(path: Path) -> None:
 
 
 def rewritten(path: Path, to: Path, *, architecture: str = "hy_v3", without: str = "") -> Path:
-    """`path` under another architecture's name, or without some tensors."""
+    """Write `path` with another architecture's name, or without some tensors."""
     reader = gguf.GGUFReader(str(path))
     writer = gguf.GGUFWriter(str(to), architecture)
     writer.add_uint32(f"{architecture}.nextn_predict_layers", 1)

@@ -1,5 +1,5 @@
 """Libraries of other releases: a stub of llama.cpp 1.0 that is compiled here, libraries that lack a
-function or have another layout than their headers, and a library that can't be loaded."""
+function or whose layout differs from their headers, and a library that can't be loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from models import tiny_gguf
 from support.native_library import compile_library, include_folder
 
 PARAMETERS = "struct llama_context_params {"
-# llama.h of 1.0: two fields in front, and the functions of llama-ext.h with plain names.
+# llama.h of 1.0: two additional fields at the start, and the functions of llama-ext.h with plain
+# names.
 NEW_FIELDS = "size_t moe_cache_size; float moe_cache_cpu_share;"
 NEXTN = """
 LLAMA_API void    llama_set_embeddings_nextn     (struct llama_context * ctx, bool value, bool masked);
@@ -75,8 +76,8 @@ def stub(
 ) -> Path:
     """Compile a stub of llama.cpp 1.0 and return the folder of its library.
 
-    `without`: functions that the library does not export. `fields_in_library`: more fields in front
-    of llama_context_params that the headers do not have.
+    `without`: functions that the library does not export. `fields_in_library`: more fields at the
+    start of llama_context_params that the headers do not have.
     """
     lib = folder / "lib"
     include = folder / "include"
@@ -111,7 +112,7 @@ def stub(
 
 
 def in_process(lib: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """Run code on the llama.cpp in `lib`, in a process of its own."""
+    """Run code with the llama.cpp in `lib`, in a separate process."""
     environment = {**os.environ, "LLAMA_CPP_LIB_PATH": str(lib)}
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
@@ -232,7 +233,7 @@ def test_a_library_that_cannot_be_loaded_gives_the_loaders_own_words(tmp_path: P
 
 
 def chat(lib: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Answer one message with a tiny model on the llama.cpp in `lib`."""
+    """Answer one message with a tiny model and the llama.cpp in `lib`."""
     model = tiny_gguf.write_llama(folder / "model.gguf")
     return subprocess.run(
         [sys.executable, "-m", "localllm", "chat", "-m", str(model)],

@@ -1,4 +1,4 @@
-"""A prompt read in slices is the prompt read in steps, and the backend works on between its
+"""Sliced prefill gives the same result as prefill in steps, and the backend can run steps between
 slices."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def begin(backend: Backend, sequence: int, tokens: list[int]) -> PrefillSlices:
 
 
 def read(prefill: PrefillSlices, n_tokens: int, seconds: float = 1.0) -> int:
-    """Run until all is computed; the number of slices it took."""
+    """Run until all tokens are computed and return the number of slices."""
     slices = 1
     while prefill.run(seconds) < n_tokens:
         slices += 1
@@ -64,8 +64,8 @@ def read(prefill: PrefillSlices, n_tokens: int, seconds: float = 1.0) -> int:
 def test_one_thread_computes_the_slices_and_the_steps_between_them(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads have OpenMP helpers each, more than two processors, and a step beside a paused
-    prompt took twice as long."""
+    """Each computing thread has its own OpenMP helpers. With two such threads there were more
+    helpers than two processors, and a step next to a paused prompt took twice as long."""
     llama, tokens = start_native(), line(800)
     computing: list[str] = []
     real = llama.llama_decode
@@ -126,7 +126,7 @@ def test_what_was_read_in_slices_goes_on_as_if_read_in_steps(backend: Backend, p
     assert pieces > 1
     sliced.close()
     assert backend.length(apart) == len(tokens)
-    # Half the steps' own noise each: only rounding may differ.
+    # Both results contain the rounding noise of steps: only rounding may differ.
     expected, got = feed(backend, stepped, [7, 8, 9]), feed(backend, apart, [7, 8, 9])
     if backend.info.kv_type_k == "f16":
         assert_same(expected, got)
@@ -181,7 +181,7 @@ def test_what_came_before_a_micro_batch_that_is_ended_in_its_middle_goes_on_as_i
     assert isinstance(sliced, PausingPrefill)
     while not sliced.run(0.0):
         pass
-    sliced.run(0.0)  # a few nodes of the next one
+    sliced.run(0.0)  # a few nodes of the next micro-batch
     n = sliced.stop()
     assert 0 < n < len(tokens) - prefix
     held = sliced.memory.end(0)
@@ -260,11 +260,11 @@ def test_memory_that_is_stored_whole_has_no_slices(
     backend.close()
 
 
-# --- the pace -------------------------------------------------------------------------------------
+# --- pause times ----------------------------------------------------------------------------------
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -276,7 +276,7 @@ class Clock:
 def stretches(
     pace: PauseTimer, clock: Clock, seconds: list[float], n_tokens: int = 100
 ) -> list[int]:
-    """Where a micro-batch of these stretches would pause."""
+    """Return the stretches of a micro-batch after which it would pause."""
     pace.begin(n_tokens)
     pauses = []
     for i, spent in enumerate(seconds):
@@ -292,7 +292,7 @@ def test_a_stretch_that_took_long_last_time_is_not_begun_late() -> None:
     clock = Clock()
     pace = PauseTimer(clock)
     pace.until = 10.0
-    # The first time nobody knows, and the pause comes after the long one.
+    # The first time the durations are unknown, so the pause comes after the long stretch.
     assert stretches(pace, clock, [4, 4, 9, 4]) == [2]
     pace.until = clock.now + 10
     assert stretches(pace, clock, [4, 4, 9, 4]) == [1, 2]
@@ -304,7 +304,7 @@ def test_a_larger_micro_batch_is_expected_to_take_longer() -> None:
     pace.until = 1e9
     stretches(pace, clock, [1, 2, 1], n_tokens=50)
     pace.until = clock.now + 5.5
-    # 2 and then 4 are too much; 1 and then 2 would not have been.
+    # 2 and then 4 s are too much; 1 and then 2 s would fit.
     assert stretches(pace, clock, [2, 4, 2], n_tokens=100) == [0]
 
 
@@ -314,7 +314,7 @@ def test_a_machine_that_became_slower_is_not_trusted_with_the_old_times() -> Non
     pace.until = 1e9
     stretches(pace, clock, [1, 1, 1, 1])
     pace.until = clock.now + 5.5
-    # Twice as slow: after 4 there is no room for another 2, though there was for another 1.
+    # Twice as slow: after 4 s another 2 s do not fit, though another 1 s would.
     assert stretches(pace, clock, [2, 2, 2, 2]) == [1]
 
 

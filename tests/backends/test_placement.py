@@ -1,8 +1,8 @@
-"""Weights and KV lie where a LoadSpec says, whatever lies where says the same, and what can't be
-placed is refused.
+"""Weights and KV are placed as a LoadSpec specifies. Every placement gives the same tokens, and
+impossible placements are refused.
 
-Where the build sees no accelerator, placing goes through the same patterns and parameters, but
-every place is system memory; where it sees one, layers and experts really lie apart.
+If the build has no accelerator, placement uses the same patterns and parameters, but every place is
+system memory. If it has one, layers and experts are really in different places.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_the_same_tokens_wherever_it_lies(write: Callable[[Path], Path], tmp_pat
         expected = greedy(plain)
     for placed in PLACEMENTS:
         if "cards" in placed and not _has_device():
-            continue  # there is nothing to be number 0 of
+            continue  # there is no card with number 0
         with loaded(path, **placed) as backend:  # type: ignore[arg-type]
             assert greedy(backend) == expected, placed
 
@@ -93,7 +93,8 @@ def test_a_real_model_says_the_same_half_offloaded_and_with_its_kv_on_the_host(
 
 
 class _Library:
-    """ggml's registry with GPUs of these names and PCI addresses, in the order it lists them."""
+    """ggml's device registry with GPUs of these names and PCI addresses, in the order in which it
+    lists them."""
 
     def __init__(self, *gpus: tuple[str, str]) -> None:
         self._gpus = gpus
@@ -112,7 +113,7 @@ class _Library:
     def take_place(self, patch: pytest.MonkeyPatch) -> None:
         functions: dict[str, Callable[..., Any]] = {
             "ggml_backend_dev_count": lambda: len(self._gpus) + 1,
-            "ggml_backend_dev_get": lambda i: i,  # the last is the processor
+            "ggml_backend_dev_get": lambda i: i,  # the last one is the CPU
             "ggml_backend_dev_type": lambda i: 1 if i < len(self._gpus) else 0,
             "ggml_backend_dev_get_props": self._write_properties,
         }
@@ -123,7 +124,7 @@ class _Library:
 @pytest.mark.parametrize(
     ("gpus", "cards", "names"),
     [
-        # CUDA lists the fastest first, the driver's tools go by address.
+        # CUDA lists the fastest card first; the driver's tools sort by address.
         ([("CUDA0", "0000:41:00.0"), ("CUDA1", "0000:01:00.0")], (0,), ["CUDA1"]),
         ([("CUDA0", "0000:41:00.0"), ("CUDA1", "0000:01:00.0")], (0, 1), ["CUDA1", "CUDA0"]),
         ([("Vulkan0", "0000:C1:00.0"), ("Vulkan1", "0000:0a:00.0")], (1,), ["Vulkan0"]),
@@ -171,14 +172,14 @@ def test_what_was_allocated_is_told_by_where_it_lies(tmp_path: Path) -> None:
         memory = backend.memory()
     assert memory.places
     assert all(name.startswith("CPU") for name in memory.places), memory.places
-    # All of it is named: weights (some of which may be laid out anew), KV, buffers.
+    # All memory is assigned: weights (some may be repacked), KV and buffers.
     assert sum(memory.places.values()) == pytest.approx(memory.total_bytes, rel=0.05)
 
 
 def test_no_accelerator_is_used_for_no_layers(tmp_path: Path) -> None:
     path = tiny_gguf.write_llama(tmp_path / "model.gguf")
     spec = LoadSpec(str(path), placement=Placement(gpu_layers=0))
-    # An empty list, where no list means every device.
+    # The list is empty. A missing list would mean every device.
     assert context.model_params(start_native(), spec).devices
     with loaded(path, 0) as backend:
         assert {name.split("_")[0] for name in backend.memory().places} == {"CPU"}
@@ -211,8 +212,8 @@ def test_a_spec_survives_the_way_to_the_worker() -> None:
 
 
 def test_weights_that_were_laid_out_anew_are_not_resident_twice(tmp_path: Path) -> None:
-    """llama.cpp copies them out of the mapped file and leaves its pages where they are (8B at Q4_K:
-    9.2 GB for 5.1)."""
+    """llama.cpp copies repacked weights out of the mapped file and leaves the file's pages resident
+    (8B at Q4_K: 9.2 GB instead of 5.1)."""
     shape = sparse_gguf.Shape("wide", "llama", 2, 1024, 4096, 8, 8, 128, tiny_gguf.VOCAB)
     path = sparse_gguf.write(
         shape, tmp_path, lambda writer, _n_tokens: tiny_gguf.vocabulary(writer)
@@ -240,7 +241,7 @@ def test_weights_are_multiplied_as_they_lie_in_the_file_where_that_is_wanted(
 
 
 def _resident_of(path: Path) -> int:
-    """Bytes of `path` that are mapped into this process and in memory."""
+    """Return the bytes of `path` that are mapped into this process and resident."""
     found, ours = 0, False
     smaps = Path("/proc/self/smaps")
     if not smaps.exists():

@@ -1,4 +1,5 @@
-"""A text that can't fit is known by a part of it; one that fits is never given up."""
+"""A text that can't fit is detected by tokenizing a part of it. A text that fits is always
+tokenized completely."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def backend(few_layers: Path) -> Iterator[Backend]:
 
 
 class Counting:
-    """A backend that counts the letters it reads."""
+    """A backend that counts the characters that it tokenizes."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self.info, self.n_chars = backend, backend.info, 0

@@ -1,4 +1,4 @@
-"""A recurrent state is taken back within its last step and no further: older snapshots are stale,
+"""A recurrent state can be rewound within its last step, but no further: older snapshots are stale
 and are refused."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_what_is_older_than_the_last_step_is_refused(tmp_path: Path) -> None:
     backend.truncate(sequence, 12)
     with pytest.raises(CannotRewindError):
         backend.truncate(sequence, 11)
-    # The state that is to be rolled back can't be shared before it is.
+    # A state with a pending rollback can't be shared.
     with pytest.raises(CannotRewindError):
         backend.fork(sequence, 12)
     backend.step([Chunk(sequence, [9])])

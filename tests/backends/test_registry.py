@@ -1,5 +1,5 @@
-"""One registry of backends: what an entry point declares is all that planner and command line need
-of it."""
+"""One registry of backends: the planner and the command line need only an entry point's
+declaration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from localllm_catalog import catalog
 
 
 class Third(BackendType):
-    """Somebody else's: it declares itself, and nothing else here knows of it."""
+    """A third-party backend: it declares itself, and no other code here refers to it."""
 
     declaration = Declaration(
         "third", "Third", ("exl",), files="EXL folders", accelerators=("cuda",), packages=("x",)
@@ -49,7 +49,7 @@ class Third(BackendType):
 
 @pytest.fixture
 def third(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Third's package is installed."""
+    """The package of Third is installed."""
     metadata = tmp_path / "third-1.0.dist-info"
     metadata.mkdir()
     text = "[localllm.backends]\nthird = third_package:backend_type\n"
@@ -98,8 +98,8 @@ def test_reading_what_is_declared_loads_no_engine() -> None:
 
 @pytest.mark.usefixtures("third")
 def test_a_backend_of_somebody_elses_needs_nothing_but_its_entry_point() -> None:
-    """Settings offer it, its files are planned for the machines it names, and the worker finds it
-    by name."""
+    """Settings offer it, its files are planned for the machines that it names, and the worker finds
+    it by name."""
     assert settings.setting("backend").allowed == ("auto", "llamacpp", "mlx", "third")
     assert backends.named("third").declaration.label == "Third"
     device, model = resolve("RTX 4090"), catalog.load().by_id["qwen3-8b"]

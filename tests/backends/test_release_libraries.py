@@ -1,5 +1,5 @@
-"""The backend on libraries of other releases of llama.cpp: the same contract, and the texts, drafts
-and images of the library itself.
+"""The backend with libraries of other releases of llama.cpp: the same contract, and the same texts,
+drafts and images as the library itself.
 
 Libraries are folders in LOCALLLM_TEST_ENGINES, or in ~/.cache/localllm-engines:
 
@@ -7,7 +7,8 @@ Libraries are folders in LOCALLLM_TEST_ENGINES, or in ~/.cache/localllm-engines:
     NAME/python    if it exists, a program that runs Python with the libc that they need
 
 A build with other kernels is a copy of the installed libraries, with ggml's CPU library of the same
-release built for another processor: cmake -S ggml -DGGML_NATIVE=OFF -DGGML_AVX2=OFF -DGGML_FMA=OFF
+release built for another processor:
+cmake -S ggml -DGGML_NATIVE=OFF -DGGML_AVX2=OFF -DGGML_FMA=OFF
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ NAMES = (
     INSTALLED, "llama-cpp-python-0.3.30", "llama-cpp-py-sync-0.11739", "debian-0.7.0",
 )  # fmt: skip
 NEAR = 0.02
-# Tokens of the steps that a prompt is read in a second time.
+# Tokens per step when a prompt is prefilled a second time.
 OTHER_STEP_TOKENS = 7
 
 
 def found_by(
     name: str, folder: Path, model: Path, module: str = "support.library_checks"
 ) -> dict[str, Any]:
-    """What `module` prints on the library `name`."""
+    """Return the output of `module` with the library `name`."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     python = sys.executable
     if name != INSTALLED:
@@ -103,8 +104,8 @@ def test_a_release_does_what_it_can_and_names_what_it_lacks(
 def test_kv_of_another_build_changes_no_more_tokens_than_other_steps(
     name: str, tmp_path: Path, smollm2: Path
 ) -> None:
-    """The best token after each of 480, after KV of another build with the same layout, and after KV
-    that this build computed in steps of another size."""
+    """Compare the best tokens after each of 480 positions: with KV of another build with the same
+    layout, and with KV that this build computed in steps of another size."""
     sent = found_by(name, tmp_path, smollm2, "support.exported_kv")
     backend = open_tiny(smollm2)
     difference = identity_of(backend).difference(KvIdentity.from_json(sent))
@@ -128,8 +129,8 @@ def test_kv_of_another_build_changes_no_more_tokens_than_other_steps(
 def best_tokens(
     backend: Backend, sequence: int, last: int, forced: list[int] | None = None
 ) -> list[int]:
-    """The best token after `last`, and after each token of `forced` (None: of the best ones). Drops
-    the sequence."""
+    """Return the best token after `last`, and after each token of `forced` (None: of the best
+    ones). Drop the sequence."""
     found: list[int] = []
     for i in range(N_TOKENS):
         found += backend.step([Chunk(sequence, [last])]).argmax(0)

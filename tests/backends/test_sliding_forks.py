@@ -1,5 +1,5 @@
-"""Forks of one long line fit where a window is remembered: cells behind it are used again, however
-many lines had them."""
+"""Forks of one long sequence fit into a sliding-window cache: cells before the window are reused,
+however many sequences held them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def backend(path: Path) -> Iterator[Backend]:
 
 
 def read(backend: Backend, sequence: int, tokens: list[int]) -> np.ndarray:
-    """Append `tokens`; the logits behind them."""
+    """Append `tokens` and return the logits after them."""
     for i in range(0, len(tokens), 64):
         result = backend.step([Chunk(sequence, tokens[i : i + 64])])
     return result.logits(0)[-1].copy()

@@ -1,5 +1,5 @@
-"""Threads follow the processors there are for us: a container's quota, and the fast cores of a
-hybrid."""
+"""The number of threads follows the available cores: a container's quota, and the fast cores of a
+hybrid CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def system(root: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("files", "quota"),
     [
-        # A container: its own group is the base, whatever path the host gives it.
+        # A container: its own group is the root, whatever path the host gives it.
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
         (
             {"proc/self/cgroup": "0::/../docker/abc\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"},
@@ -121,7 +121,7 @@ def test_a_thread_gives_way_alone_and_never_so_far_that_it_would_starve(
     thread = threading.Thread(target=one)
     thread.start()
     thread.join()
-    # (The whole run may have been told to give way.)
+    # The complete test run may have a lower priority, too.
     assert seen == [(getattr(os, policy), before[1] if nice is None else nice)]
     assert here() == before
 

@@ -1,5 +1,5 @@
-"""llama.cpp sorts out the greatest logits where they are computed: the same tokens as from whole
-rows. Here its processor stands in for a device, which it does on purpose ("CPU backend always
+"""llama.cpp selects the largest logits on the device: the tokens equal those from complete rows.
+Here the CPU stands in for a device, which llama.cpp supports on purpose ("CPU backend always
 supported")."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def backend(smollm2: Path, request: pytest.FixtureRequest) -> Iterator[LlamaCppB
 
 
 def chosen(row: NDArray[np.float32], spec: SampleSpec) -> int:
-    """What the engine draws from a whole row."""
+    """Return the token that the engine draws from a complete row."""
     sampling = Sampling(spec.temperature, top_k=spec.top_k, top_p=spec.top_p, min_p=spec.min_p)
     return candidates(row, sampling).draw(spec.uniform)
 
@@ -54,8 +54,8 @@ def softmax(row: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def may_be(token: int, row: NDArray[np.float32], spec: SampleSpec, moved: float) -> bool:
-    """Whether the token is what that row gives, or a neighbour where shares of the same row `moved`
-    by so much between two ways of computing it (kernels of some devices round by the shape of a
+    """Return whether the row gives this token, or could give it after the probabilities `moved` by
+    that much between two ways of computing them (kernels of some devices round by the shape of a
     batch)."""
     return conformance.may_be_sampled(token, row.astype(np.float64), spec, 1e-4 + 3 * moved)
 
@@ -64,8 +64,8 @@ _answers: list[Outcome] = []
 
 
 def test_answers_are_those_from_whole_rows(backend: LlamaCppBackend) -> None:
-    """Six streams of every kind; the same prompt in each, so that the first tokens hang on nothing
-    but who chooses."""
+    """Six streams with different samplings and the same prompt, so that the first tokens depend
+    only on where they are selected."""
     engine = Engine(backend, EngineSettings(headroom_bytes=0))
     prompt = backend.tokenize("Once upon a time there was a lighthouse")
     outcome = run(
@@ -88,7 +88,8 @@ def test_answers_are_those_from_whole_rows(backend: LlamaCppBackend) -> None:
 
 
 def test_a_draw_over_all_tokens_is_decided_by_few_and_their_total(backend: LlamaCppBackend) -> None:
-    """Alone too; where it falls beyond them the row is read, and is the one that was computed."""
+    """This also holds for a single stream. If the draw falls outside of the selected tokens, the
+    computed row is read."""
     text = backend.tokenize("The weather in the mountains was")
     backend.sort_where_computed()
     sequence = backend.new_sequence()
@@ -106,7 +107,8 @@ def test_a_draw_over_all_tokens_is_decided_by_few_and_their_total(backend: Llama
 
 
 def test_a_device_that_sorts_keeps_the_contract(backend: LlamaCppBackend) -> None:
-    """What `doctor --accelerator` checks on a GPU, whose rows are whole where few streams are."""
+    """`doctor --accelerator` makes this check on a GPU, where rows are complete if there are few
+    streams."""
     if not backend.capabilities.samples:
         backend.sort_where_computed()
     check = conformance.what_is_sampled_follows_from_the_logits
@@ -114,8 +116,8 @@ def test_a_device_that_sorts_keeps_the_contract(backend: LlamaCppBackend) -> Non
 
 
 def test_few_rows_cross_whole_and_every_row_can_be_had(backend: LlamaCppBackend) -> None:
-    """What the few don't decide is read, whoever else is in the step; lengths stay what they
-    were."""
+    """If the selected tokens do not decide a draw, the row is read, for any other requests in the
+    step. Sequence lengths do not change."""
     if not backend.capabilities.samples:
         backend.sort_where_computed()
     text = backend.tokenize("The weather in the mountains was")

@@ -1,5 +1,5 @@
-"""Images and sounds through the llama.cpp backend: the logits behind them are llama.cpp's own,
-however the prompt was put together."""
+"""Images and sounds with the llama.cpp backend: the logits after them equal llama.cpp's own,
+however the prompt was assembled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-# Before our backend is loaded: this import takes over the library's log.
+# Before our backend is loaded: this import redirects the library's log.
 import llama_cpp
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ from support.sounds import samples
 pytestmark = needs_mtmd()
 KINDS = ("llava", "gemma3", "qwen2vl")
 HEARING = ("ultravox", "qwen2a", "gemma4ua", "both")
-# Cells in another order are summed up in another order, in half precision.
+# Cells in another order are summed in another order, in half precision.
 NEAR = 0.02
 SIZES = ((64, 64), (300, 200), (20, 500))
 LENGTHS_S = (0.5, 3, 31)
@@ -49,7 +49,7 @@ N_CTX = 8192
 
 @pytest.fixture(scope="module", params=KINDS + HEARING)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
-    """A tiny model of each kind that sees or hears."""
+    """A tiny model of each kind with vision or audio."""
     if request.param in HEARING:
         return write_hearing(tmp_path_factory.mktemp("audio"), request.param)
     return write_vision(tmp_path_factory.mktemp("vision"), request.param)
@@ -57,7 +57,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def backend(model: VisionModel) -> Iterator[Any]:
-    """It, loaded."""
+    """The loaded model."""
     loaded = backend_type.load(spec_of(model))
     yield loaded
     loaded.close()
@@ -74,7 +74,7 @@ def media(backend: Any) -> list[Media]:
 
 
 def spec_of(model: VisionModel) -> LoadSpec:
-    """How the tests load it."""
+    """Return the load settings of these tests."""
     return LoadSpec(
         str(model.text),
         n_ctx=N_CTX,
@@ -89,8 +89,8 @@ def spec_of(model: VisionModel) -> LoadSpec:
 def fill(
     backend: Any, sequence: int, runs: list[list[int] | MediaRun], piece: int = 256
 ) -> NDArray[np.float32]:
-    """Append `runs`, images in steps of `piece` tokens where they may be cut; the logits behind the
-    last."""
+    """Append `runs` and return the last logits. Images are split into steps of `piece` tokens if
+    they may be split."""
     rows = None
     for run in runs:
         if isinstance(run, list):
@@ -125,7 +125,8 @@ def native(model: VisionModel) -> Iterator[tuple[Any, Any]]:
 def theirs(
     native: tuple[Any, Any], text: list[str], pictures: Sequence[Media]
 ) -> NDArray[np.float32]:
-    """The logits that llama.cpp's own helper gets for the prompt, in a context of its own."""
+    """Return the logits that llama.cpp's own helper computes for the prompt, in a separate
+    context."""
     from llama_cpp import mtmd_cpp as mtmd
 
     weights, eyes = native
@@ -186,7 +187,7 @@ def test_the_logits_are_those_of_llama_cpp_itself(backend: Any, native: tuple[An
 def test_between_images_the_thread_that_encodes_keeps_no_helpers(
     model: VisionModel, media: list[Media]
 ) -> None:
-    # They would make each barrier of each step sleep from the first image on.
+    # Such helpers would let each barrier of each step sleep after the first image.
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     backend = backend_type.load(replace(spec_of(model), n_threads=n))
     if n == 1 or threads.libgomp() is None:

@@ -1,5 +1,5 @@
-"""On a Vulkan device, which may be Mesa's software one (`make test-vulkan`): the same answers as on
-the CPU, no device for zero layers, and a clear word where a device would have ended the process."""
+"""Vulkan devices, possibly Mesa's software one (`make test-vulkan`): the same answers as on the
+CPU, no device for zero layers, and a clear error where a device would have ended the process."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ TINY: dict[str, Callable[[Path], Path]] = {
     "hybrid": tiny_gguf.write_hybrid,
     "moe": tiny_gguf.write_moe,
 }
-# How far a device's logits may be from the CPU's, as a part of the row's spread. Seen with weights
-# of 16 bits: 0.006. What quantised weights are multiplied with is rounded to 8 bits by the CPU, by
-# a device in another way or to 16. Seen with Q4_1: 0.26 in the median, 0.78 at most, with Q4_K_M
-# 0.27 and 0.51; rows of other prompts are 5 and more apart.
+# Allowed difference between a device's logits and the CPU's, as a share of the row's spread. Seen
+# with 16-bit weights: 0.006. For quantised weights, the CPU rounds activations to 8 bits; a device
+# rounds them differently or to 16 bits. Seen with Q4_1: median 0.26, maximum 0.78; with Q4_K_M:
+# 0.27 and 0.51. Rows of other prompts differ by 5 and more.
 TINY_ROUNDING = 0.02
 ROUNDING = 1.0
-# Where an answer first has another token than the CPU's, the CPU's is better by no more than this,
-# as a part of the row's spread. Seen: 0.14 with Q4_1, 0.03 with Q4_K_M.
+# At the first token that differs, the CPU's token is better by at most this share of the row's
+# spread. Seen: 0.14 with Q4_1, 0.03 with Q4_K_M.
 NEAR_TIE = 0.2
 TOPICS = [
     "a lighthouse", "the moon", "bread", "a bicycle", "rain", "the number seven", "a violin",
@@ -58,7 +58,7 @@ def _device() -> None:
 
 
 def greedy(backend: Backend, prompts: list[list[int]], n: int) -> list[list[np.ndarray]]:
-    """For each prompt the `n` rows of logits its greedy tokens come from, four prompts in each
+    """Return for each prompt the `n` rows of logits of its greedy tokens, with four prompts in each
     step."""
     answers = []
     for at in range(0, len(prompts), 4):
@@ -91,7 +91,7 @@ def answers_on(
     layers: int, path: Path, prompts: list[list[int]] | None, n: int
 ) -> list[list[np.ndarray]]:
     backend = load(layers, path)
-    # With BOS where the model wants one, as every prompt of the product has it.
+    # With BOS if the model wants one, as in all prompts of the product.
     answers = greedy(
         backend, prompts or [backend.tokenize(text, add_bos=True) for text in PROMPTS], n
     )
@@ -102,9 +102,9 @@ def answers_on(
 def rounding(
     path: Path, layers: int, prompts: list[list[int]] | None, n: int
 ) -> tuple[list[float], list[float]]:
-    """How far the device's logits are from the CPU's in each step that both took behind the same
-    tokens; and for each answer with another token, by how much the CPU's was better where it first
-    has one. Both as parts of the row's spread."""
+    """Return the differences between the device's and the CPU's logits for steps after the same
+    tokens, and for each answer that diverges the CPU token's lead at the first differing token.
+    Both are shares of the row's spread."""
     apart: list[float] = []
     leads: list[float] = []
     for ours, theirs in zip(
@@ -125,8 +125,8 @@ def test_a_tiny_model_answers_as_on_the_cpu(shape: str, layers: int, tmp_path: P
     prompts = [[int(t) for t in rng.integers(3, 250, rng.integers(3, 60))] for _ in range(40)]
     apart, leads = rounding(TINY[shape](tmp_path / "model.gguf"), layers, prompts, 12)
     far = sum(difference > TINY_ROUNDING for difference in apart)
-    # Where two experts are as good, the last bit decides which of them computes: such a row is
-    # another model's.
+    # If two experts are equally good, the last bit decides which one computes. Such a row can
+    # differ completely.
     assert far <= (len(apart) // 100 if shape == "moe" else 0)
     assert len(leads) <= (6 if shape == "moe" else 0)
 
@@ -144,7 +144,7 @@ def gemma() -> Path:
 def test_forty_prompts_are_answered_as_on_the_cpu(
     model: str, layers: int | str, request: pytest.FixtureRequest
 ) -> None:
-    """Another token is said only at a near tie."""
+    """Tokens differ only at near ties."""
     half = 12 if model == "smollm2" else 9
     apart, leads = rounding(
         request.getfixturevalue(model), half if layers == "half" else -1, None, 12
@@ -161,10 +161,10 @@ def test_forty_prompts_are_answered_as_on_the_cpu(
 def test_a_device_is_as_near_to_exact_arithmetic_as_the_cpu(
     model: str, bos: bool, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """The weights taken as the numbers they stand for, and nothing rounded to 8 bits. Without BOS,
-    gemma-3-270m makes so much of every rounding that CPU and device are up to 3.4 spreads apart, as
-    are two kernels of the CPU (4.4): who is right is told by this. Seen, in the median: the device
-    0.22 from it, the CPU 0.66; with BOS 0.09 and 0.26."""
+    """The exact rows use dequantised weights and no rounding to 8 bits. Without BOS, gemma-3-270m
+    amplifies every rounding so much that CPU and device differ by up to 3.4 spreads, and two
+    kernels of the CPU by 4.4. This test shows which one is closer to exact. Seen, in the median:
+    the device differs by 0.22, the CPU by 0.66; with BOS 0.09 and 0.26."""
     path = request.getfixturevalue(model)
     backend = load(0, path)
     prompts = [backend.tokenize(text, add_bos=bos) for text in PROMPTS[:10]]
@@ -202,8 +202,8 @@ def test_a_device_is_as_near_to_exact_arithmetic_as_the_cpu(
 def test_an_interrupted_step_on_a_device_changes_nothing(
     shape: str, layers: int, tmp_path: Path
 ) -> None:
-    """llama.cpp asks between the nodes that the CPU computes: beside its layers, or of the
-    embedding alone."""
+    """llama.cpp checks for an interrupt between nodes that the CPU computes: next to the CPU's
+    layers, or only at the embedding."""
     assert an_interrupted_step_changes_nothing(TINY[shape](tmp_path / "model.gguf"), layers) <= 1e-3
 
 
@@ -239,6 +239,6 @@ def test_a_kv_type_is_tried_at_depth_too(smollm2: Path) -> None:
         timing = kv_probe.measure_pair(weights, spec, ("q8_0", "q8_0"))
     finally:
         native.start_native().llama_model_free(weights)
-    # 72 to 128 where reading 128 tokens takes this device more than half a second.
+    # 72 to 128 if this device takes more than half a second to prefill 128 tokens.
     assert timing.depth >= 72
     assert 0.2 < timing.wanted_s / timing.f16_s < 5

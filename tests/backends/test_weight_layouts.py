@@ -1,5 +1,4 @@
-"""Weights laid out anew for the processor and weights as they are stored: one model, whichever way
-it is loaded."""
+"""Repacked weights and weights as stored in the file: the same model, however it is loaded."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ from localllm_backends.llamacpp import backend_type
 from models import tiny_gguf
 
 PROMPT = [5 + (7 * i) % 400 for i in range(96)]
-# The shares of a row's spread that two kernels' roundings come to here stay well below this;
-# another model's row is 1.4 away.
+# Rounding differences of two kernels, as a share of a row's spread, stay well below this. Another
+# model's row differs by 1.4.
 NEAR = 0.1
 Q4_K_M = 15  # llama.h: enum llama_ftype
 
 
 @pytest.fixture(scope="module")
 def q4_k(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose matrices llama.cpp itself has made Q4_K of."""
+    """A tiny model whose matrices llama.cpp itself quantised to Q4_K."""
     folder = tmp_path_factory.mktemp("q4_k")
     plain = tiny_gguf.write_llama(folder / "plain.gguf", layers=4, e=256)
     path = folder / "q4_k.gguf"
@@ -42,7 +41,7 @@ def q4_k(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def both(q4_k: Path) -> Iterator[tuple[Backend, Backend]]:
-    """The model as llama.cpp would have it, and as it is stored."""
+    """The model in llama.cpp's default layout, and as stored."""
     made = [
         backend_type.load(
             LoadSpec(
@@ -91,8 +90,8 @@ def test_kv_computed_under_one_layout_is_taken_over_under_the_other(
     both: tuple[Backend, Backend], reader: int
 ) -> None:
     here, there = both[reader], both[1 - reader]
-    # One key on disk: a model that is planned otherwise after a bench finds its conversations
-    # again.
+    # One key on disk: a model that gets another plan after a benchmark still finds its
+    # conversations.
     assert (here.info.fingerprint, here.info.kv_meaning) == (
         there.info.fingerprint,
         there.info.kv_meaning,
