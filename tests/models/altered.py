@@ -1,5 +1,5 @@
-"""Copies of a GGUF file with other metadata, other tensors or another order of layers: planted
-faults."""
+"""Copies of a GGUF file with deliberate faults: other metadata, other tensors or another order of
+layers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def write_altered(
     """Copy `source` to `target`.
 
     `fields`: other values by key (None: left out; a new key has the type of its value).
-    `swapped_layers`: two layers, each of which gets the tensors of the other.
-    `n_tokens`: cut the vocabulary to this many tokens, and the rows of its matrices with it.
+    `swapped_layers`: two layers that exchange their tensors.
+    `n_tokens`: truncate the vocabulary to this many tokens, and its matrices to as many rows.
     """
     reader = GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
@@ -74,8 +74,7 @@ def _place(name: str, swapped_layers: tuple[int, int] | None) -> str:
 
 
 def write_quant(source: Path, target: Path, kind: str) -> Path:
-    """A quant of a small model in F32: every matrix in the format `kind`, by gguf's own NumPy
-    code."""
+    """Quantise a small F32 model: every matrix in the format `kind`, with gguf's own NumPy code."""
     reader = GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():

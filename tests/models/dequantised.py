@@ -1,5 +1,5 @@
-"""A real GGUF with every weight as the 32-bit number its quantised form stands for: what exact
-arithmetic makes of the model."""
+"""A real GGUF with every weight dequantised to a 32-bit number: the reference for exact
+arithmetic."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ALIGNMENT = 32
 
 
 def write_dequantised(source: Path, target: Path) -> Path:
-    """Write `source` with F32 weights to `target` (four bytes a weight); its metadata stay as they
-    are, byte for byte."""
+    """Write `source` with F32 weights to `target` (four bytes a weight). Its metadata stay the
+    same, byte for byte."""
     data = np.memmap(source, mode="r")
     header = Header(memoryview(data))  # type: ignore[arg-type]
     header.at = 8

@@ -12,8 +12,8 @@ _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
 class Header:
-    """Walks the bytes of a GGUF's header. `gguf.GGUFReader` takes seconds for a vocabulary: an
-    array for each word."""
+    """Reads the bytes of a GGUF's header. `gguf.GGUFReader` takes seconds for a vocabulary, because
+    it makes an array for each word."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
@@ -30,7 +30,7 @@ class Header:
         return text
 
     def skip(self, kind: int) -> None:
-        """Past a value of this kind."""
+        """Skip a value of this kind."""
         if kind == _STRING:
             self.string()
         elif kind == _ARRAY:
@@ -47,8 +47,8 @@ class Header:
 def write_first_layers(
     source: Path, target: Path, n_layers: int, template: str | None = None
 ) -> Path:
-    """Write `source` with only its first `n_layers` blocks to `target`; its metadata stay as they
-    are, byte for byte, but for its chat template where another is given."""
+    """Write `source` with only its first `n_layers` blocks to `target`. Its metadata stay the same,
+    byte for byte, except for the chat template if `template` is given."""
     data = memoryview(source.read_bytes())
     header = Header(data)
     header.at = 8
@@ -72,7 +72,7 @@ def write_first_layers(
         text = template.encode()
         fields[place] = struct.pack("<Q", len(text)) + text
 
-    # (where its data begins, all that is said of it but that)
+    # (position of its data offset, the tensor's header up to that)
     tensors: list[tuple[int, bytes]] = []
     for _ in range(n_tensors):
         start = header.at

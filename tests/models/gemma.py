@@ -1,4 +1,4 @@
-"""Gemma 3 270M (base, sliding windows), put together once of the Python packages that carry its
+"""Gemma 3 270M (base, sliding windows), assembled once from the Python packages that contain its
 parts."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BYTES = 253_113_024
 
 
 def gemma_path() -> Path | None:
-    """The file, in the cache directory; None if its packages are not installed."""
+    """Return the file in the cache directory, or None if its packages are not installed."""
     target = paths.cache_dir() / "models" / FILE
     if target.is_file() and target.stat().st_size == BYTES:
         return target

@@ -1,4 +1,4 @@
-"""gguf's reader without its slices of a memory map, of which a vocabulary needs a million."""
+"""gguf's reader without slices of a memory map: a vocabulary needs a million of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 
 class GGUFReader(gguf.GGUFReader):
-    """Reads a vocabulary of 49,000 words in a third of the time: `np.memmap` makes each slice in
-    Python."""
+    """Reads a vocabulary of 49,000 words in a third of the time, because `np.memmap` makes each
+    slice in Python."""
 
     @property
     def data(self) -> NDArray[np.uint8]:

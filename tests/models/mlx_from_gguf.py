@@ -1,5 +1,5 @@
-"""Makes a float32 mlx-lm checkpoint with exactly the values a llama GGUF dequantises to: two
-engines, one model.
+"""Convert a llama GGUF to a float32 mlx-lm checkpoint with exactly the dequantised values, to
+compare two engines with one model.
 
 python tests/models/mlx_from_gguf.py FILE.gguf FOLDER
 """
@@ -32,7 +32,7 @@ _CONTROL = 3
 
 
 def convert(source: Path, folder: Path) -> Path:
-    """The checkpoint of `source` in `folder`, written once: a finished one is used again."""
+    """Write the checkpoint of `source` to `folder`, unless a finished one exists there."""
     if (folder / "config.json").exists():
         return folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -78,8 +78,8 @@ def convert(source: Path, folder: Path) -> Path:
 
 
 def _unpermuted(values: np.ndarray, n_heads: int) -> np.ndarray:
-    """llama.cpp's converter interleaves the halves of each head for its rope
-    (convert_hf_to_gguf.py, LlamaModel.permute); this is the way back."""
+    """Undo the permutation of llama.cpp's converter, which interleaves the halves of each head for
+    its rope (convert_hf_to_gguf.py, LlamaModel.permute)."""
     rows, columns = values.shape
     return (
         values.reshape(n_heads, rows // n_heads // 2, 2, columns)
@@ -96,7 +96,7 @@ def _write_weights(weights: dict[str, np.ndarray], folder: Path) -> None:
 
 
 def _write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
-    """A byte-level BPE as SmolLM2's tokenizer.json has it: digits one by one, then GPT-2's
+    """Write a byte-level BPE like SmolLM2's tokenizer.json: digits one by one, then GPT-2's
     pattern."""
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     added = [

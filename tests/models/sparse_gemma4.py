@@ -1,6 +1,6 @@
-"""Gemma 4's shapes as sparse GGUF files: heads of two sizes, keys that are values too, shared KV,
-tables per layer, experts beside a dense feed-forward. (Tensors and keys as llama.cpp's gemma4
-loader reads them; dimensions from the catalog.)"""
+"""Gemma 4's shapes as sparse GGUF files: heads of two sizes, keys that are also values, shared KV,
+tables per layer, experts in addition to a dense feed-forward. (Tensors and keys as llama.cpp's
+gemma4 loader reads them; dimensions from the catalog.)"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from models.sparse_gguf import Shape, Tensor
 
-_FULL, _SLIDING = 512, 256  # size of a head where all is attended to, and within the window
+_FULL, _SLIDING = 512, 256  # head size of full attention and of sliding windows
 
 
 def _is_full(i: int) -> bool:
@@ -57,7 +57,7 @@ def _attention(s: Shape, i: int) -> Iterator[Tensor]:
     if i < s.n_layers - int(s.extra["attention.shared_kv_layers"]):
         yield p + "attn_k.weight", (s.hidden, kv)
         yield p + "attn_k_norm.weight", (size,)
-        # the larger ones' keys are their values
+        # in full-attention layers the keys may also be the values
         if not (_is_full(i) and s.n_kv_heads != s.kv_heads_per_layer[i]):
             yield p + "attn_v.weight", (s.hidden, kv)
 
@@ -71,7 +71,7 @@ def _shape(
     window: int,
     **more: Any,
 ) -> Shape:
-    """`heads`: of queries, and of keys within the window and where all is attended to."""
+    """`heads`: of queries, of keys within the window, and of keys with full attention."""
     n_heads, sliding, full = heads
     extra: dict[str, Any] = {
         "attention.key_length_swa": _SLIDING, "attention.value_length_swa": _SLIDING,

@@ -1,9 +1,9 @@
-"""Writes GGUF files that hold a real model's metadata and tensor table but no weights: holes the
-size of the model.
+"""Write GGUF files with a real model's metadata and tensor table but no weights: sparse files of
+the model's size.
 
-llama.cpp plans every buffer from the header alone (`no_alloc`), so a file like this answers "what
-would a 70B need?" in milliseconds and takes a few kilobytes of disk. Shapes are the real models';
-the sources are in localllm_catalog.
+llama.cpp plans every buffer from the header alone (`no_alloc`), so such a file shows within
+milliseconds how much memory a 70B would need, and takes a few kilobytes of disk. The shapes are the
+real models'; the sources are in localllm_catalog.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SMALL = gguf.GGMLQuantizationType.F32
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions of one model as a GGUF header states them. `extra` are keys written under the
+    """The dimensions of one model as in its GGUF header. `extra` are keys written under the
     architecture's name."""
 
     name: str
@@ -42,8 +42,8 @@ class Shape:
     extra: dict[str, Any] = field(default_factory=dict)
     kv_heads_per_layer: tuple[int, ...] = ()
     quant: str = "Q4_K"
-    expert_quant: str = ""  # where the experts have another
-    # where _LAYERS does not know the architecture
+    expert_quant: str = ""  # if the experts have another one
+    # if _LAYERS does not have the architecture
     layers: Callable[[Shape], Iterator[Tensor]] | None = None
 
 
@@ -157,7 +157,7 @@ def _deepseek2(s: Shape) -> Iterator[Tensor]:
 
 
 def _qwen35(s: Shape) -> Iterator[Tensor]:
-    """Three gated-delta-net layers, then one of gated attention (every
+    """Three gated-delta-net layers, then one layer of gated attention (every
     `full_attention_interval`-th)."""
     every = int(s.extra["full_attention_interval"])
     inner, state = int(s.extra["ssm.inner_size"]), int(s.extra["ssm.state_size"])
@@ -197,7 +197,7 @@ def _qwen35(s: Shape) -> Iterator[Tensor]:
 
 
 def _qwen4exp(s: Shape) -> Iterator[Tensor]:
-    """Qwen3.5's layers with four residual streams, an indexer beside full attention, and a table of
+    """Qwen3.5's layers with four residual streams, an indexer for full attention, and a table of
     n-grams in layer 2."""
     extra = s.extra
     rank, streams = int(extra["hyper_connection.low_rank"]), int(extra["hyper_connection.count"])
@@ -299,9 +299,9 @@ def _type_of(s: Shape, name: str, dims: tuple[int, ...]) -> gguf.GGMLQuantizatio
 def write(
     s: Shape, folder: Path, vocabulary: Callable[[gguf.GGUFWriter, int], None] | None = None
 ) -> Path:
-    """Write `s` as a sparse GGUF under `folder` and return its path (reused when it is already
-    there). `vocabulary` adds a tokenizer of so many tokens, without which the file can be planned
-    and not served."""
+    """Write `s` as a sparse GGUF under `folder` and return its path; an existing file is reused.
+    `vocabulary` adds a tokenizer of that many tokens. Without one the file can only be planned, not
+    served."""
     path = folder / f"{s.name}.gguf"
     if path.exists():
         return path
@@ -411,8 +411,8 @@ _GLM_FLASH = {
 _LFM2_KV = tuple(8 if i in (2, 5, 8, 10, 12, 14) else 0 for i in range(16))
 
 _TABLE_ROWS = 2_000_003
-# As wide as Qwen3.8-Flash-Next, with fewer layers and experts, and a table of 5.4 GB (Q8_0) where
-# that has 28.8.
+# As wide as Qwen3.8-Flash-Next, but with fewer layers and experts, and with a table of 5.4 GB
+# (Q8_0) instead of 28.8 GB.
 FLASH_NEXT = Shape(
     "qwen4exp", "qwen4exp", 8, 2560, 640, 24, 2, 256, 248320, n_ctx_train=262144, experts=32,
     experts_used=10, expert_ff=640,

@@ -1,8 +1,8 @@
-"""Headers of two mixtures that keep more, or less, than a latent row per token: GLM-5.3-Flash and
+"""Headers of two mixtures that store more, or less, than a latent row per token: GLM-5.3-Flash and
 DeepSeek V4 Flash.
 
-As wide as the models, with fewer layers and experts. Tensors: https://github.com/ggml-org/llama.cpp
-src/models/{glm5-next,deepseek4}.cpp.
+They are as wide as the models, with fewer layers and experts. Tensors:
+https://github.com/ggml-org/llama.cpp src/models/{glm5-next,deepseek4}.cpp.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def glm5_next(s: Shape) -> Iterator[Tensor]:
 
 
 def deepseek4(s: Shape) -> Iterator[Tensor]:
-    """Latent rows of every 4th or 128th token, and the last 128 tokens' own."""
+    """Latent rows of every 4th or 128th token, and rows of each of the last 128 tokens."""
     x, row, q_rank, out_rank, groups, key = s.hidden, s.head_dim, 1024, 1024, 8, 128
     yield "output_hc_fn.weight", (STREAMS * x, STREAMS)
     yield "output_hc_base.weight", (STREAMS,)

@@ -1,10 +1,10 @@
-"""Writes tiny random-weight models that hear: a text GGUF and its audio projector, one pair per way
-llama.cpp reads sounds.
+"""Write tiny random-weight models with audio input: a text GGUF and its audio projector, one pair
+for each way in which llama.cpp reads sounds.
 
 ultravox  Whisper's encoder on 30 s at a time, 50 frames stacked: 30 tokens
 qwen2a    Whisper's encoder and pooling: 750 tokens, positions of M-RoPE (Qwen2.5-Omni)
-gemma4ua  no encoder: a token for 40 ms of samples, behind a sliding window
-both      ultravox, and llava's eyes in the same projector
+gemma4ua  no encoder: a token for 40 ms of samples, with a sliding window in the text model
+both      ultravox, and llava's vision encoder in the same projector
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FRAME = 640
 def write_hearing(
     folder: Path, kind: str, *, seed: int = 13, template: str | None = TEMPLATE
 ) -> VisionModel:
-    """The pair of that kind in a folder of its own."""
+    """Write the pair of that kind into a folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     text, projector = folder / f"tiny-{kind}.gguf", folder / f"mmproj-tiny-{kind}.gguf"
     if kind in ("ultravox", "both"):

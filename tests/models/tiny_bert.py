@@ -1,4 +1,4 @@
-"""A BERT of random weights with a few hundred word pieces: an embedding model that loads in
+"""A BERT with random weights and a few hundred word pieces: an embedding model that loads in
 milliseconds."""
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def write_bert(path: Path, *, pooling: int = 1, seed: int = 5, template: str | N
     w.add_layer_norm_eps(1e-12)
     w.add_causal_attention(False)
     w.add_pooling_type(gguf.PoolingType(pooling))
-    # Word pieces as llama.cpp keeps them: a word's beginning carries U+2581, what goes on carries
-    # nothing.
+    # Word pieces as in llama.cpp: the beginning of a word has the prefix U+2581, later pieces have
+    # none.
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"▁{c}" for c in LETTERS), *LETTERS]
     kinds = [gguf.TokenType.CONTROL] * 5 + [gguf.TokenType.NORMAL] * (len(tokens) - 5)
     if template:

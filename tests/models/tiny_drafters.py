@@ -1,5 +1,5 @@
-"""Writes tiny drafters (EAGLE-3 heads, DFlash and DSpark blocks), and a tiny model that they can be
-right about."""
+"""Write tiny drafters (EAGLE-3 heads, DFlash and DSpark blocks), and a tiny model whose tokens they
+can predict."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ E, D, FF, HEADS, KV = 64, 32, 128, 4, 2
 
 
 def _tables(likeness: float) -> tuple[np.ndarray, np.ndarray]:
-    """(embeddings, output matrix) of the model."""
+    """Return (embeddings, output matrix) of the model."""
     rng = np.random.default_rng(99)
     return _random(rng, VOCAB, E) * (8 + 80 * likeness), _random(rng, VOCAB, E) * 16
 
 
 def write_target(path: Path, *, layers: int = 3, likeness: float = 0.35, seed: int = 0) -> Path:
-    """Plain attention. `likeness`: towards 1 it leans on its newest token alone."""
+    """Write a model with plain attention. With `likeness` towards 1, its next token depends only on
+    the newest token."""
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(str(path), "llama")
     common(w, layers=layers, e=E, ff=FF, heads=HEADS, kv=KV, d=D, n_ctx=4096)
@@ -39,12 +40,12 @@ def write_eagle3(
     path: Path, *, layers: tuple[int, ...] = (0, 1, 2), n_draft_vocab: int = 0, width: int = E, own: bool = True,
     knowing: bool = False, without: str = "", seed: int = 11,
 ) -> Path:  # fmt: skip
-    """One layer behind the features of three.
-    `n_draft_vocab`: it knows so many tokens only (d2t);
-    `width` of the model it is for;
-    `own` embeddings and output, else the model's.
-    `knowing`: its attention sees the newest token alone and passes it on, as `write_target` leans
-    on it; else every weight is random.
+    """Write a drafter of one layer that reads the features of three.
+    `n_draft_vocab`: number of tokens that it knows (d2t);
+    `width`: of its target model;
+    `own`: whether it has its own embeddings and output, or uses the model's.
+    `knowing`: its attention reads only the newest token and passes it on, which predicts
+    `write_target`; otherwise every weight is random.
     `without`: tensors left out."""
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(str(path), "eagle3")
@@ -83,10 +84,10 @@ def write_dflash(
     path: Path, *, block: int = 4, layers: tuple[int, ...] = (0, 1), markov: bool = False, confidence: bool = False,
     window: int = 0, knowing: float | None = None, own: bool = True, seed: int = 12,
 ) -> Path:  # fmt: skip
-    """Two layers that fill in blocks. `markov`, `confidence`: DSpark's heads; `window`: a sliding
-    one in its first layer.
-    `knowing`: a likeness of `write_target`, whose newest token the Markov head knows the next one
-    of."""
+    """Write a drafter of two layers that fill in blocks. `markov`, `confidence`: DSpark's heads;
+    `window`: a sliding window in its first layer.
+    `knowing`: the likeness of the `write_target` model. The Markov head then predicts its next
+    token from the newest one."""
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(str(path), "dflash")
     common(w, layers=2, e=E, ff=FF, heads=HEADS, kv=KV, d=D, n_ctx=4096)
@@ -121,7 +122,7 @@ def write_dflash(
 
 
 GEMMA_WINDOW = 32
-_WIDTHS = {True: 16, False: 32}  # of a head, within the window and where all is attended to
+_WIDTHS = {True: 16, False: 32}  # of a head, within a sliding window and with full attention
 
 
 def _gemma4(w: gguf.GGUFWriter, name: str, windows: list[bool], e: int) -> None:
@@ -168,8 +169,8 @@ def _gemma4_layer(
 
 
 def write_gemma4(path: Path, *, likeness: float = 0.0, seed: int = 21) -> Path:
-    """Gemma-4-shaped: windows with heads of another width than those of the last layer, which
-    attends to all."""
+    """Gemma-4-shaped: layers with sliding windows, whose heads have another width than those of the
+    full-attention layers."""
     rng, windows = np.random.default_rng(seed), [True, False, True, False]
     w = gguf.GGUFWriter(str(path), "gemma4")
     _gemma4(w, "gemma4", windows, E)
@@ -184,9 +185,9 @@ def write_gemma4(path: Path, *, likeness: float = 0.0, seed: int = 21) -> Path:
 def write_assistant(
     path: Path, *, knowing: bool = False, width: int = E, window: int = GEMMA_WINDOW, seed: int = 22
 ) -> Path:
-    """A Gemma 4 assistant of two layers, which keep nothing: one reads within the window, one all.
-    `knowing`: it passes on its newest token, as `write_gemma4` leans on it. `width` of the model
-    that it is for."""
+    """Write a Gemma 4 assistant of two layers without KV of their own: one reads the KV within the
+    window, one all KV. `knowing`: it passes on its newest token, which predicts `write_gemma4`.
+    `width`: of its target model."""
     rng, e, name = np.random.default_rng(seed), 2 * E, "gemma4-assistant"
     w = gguf.GGUFWriter(str(path), name)
     _gemma4(w, name, [True, False], e)

@@ -1,5 +1,5 @@
-"""Writes tiny random-weight GGUF models of every memory shape the engine must handle: real files,
-real kernels."""
+"""Write tiny random-weight GGUF models for every kind of memory that the engine must handle: real
+files, real kernels."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def write_llama(
     template: str | None = None,
     ends: dict[str, int] | None = None,
 ) -> Path:
-    """Plain attention: 4 heads, 2 KV heads of 32. `sampling`: what its header states under
-    general.sampling; `ends`: tokens that it names as `eot` or `eom`."""
+    """Plain attention: 4 heads, 2 KV heads of 32. `sampling`: the header's values under
+    general.sampling; `ends`: tokens that the header names as `eot` or `eom`."""
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(str(path), "llama")
     common(w, layers=layers, e=e, ff=128, heads=4, kv=2, d=32, n_ctx=n_ctx)
@@ -125,7 +125,7 @@ def write_llama(
 def write_sliding(
     path: Path, *, window: int = 32, seed: int = 1, template: str | None = None
 ) -> Path:
-    """Gemma-3-shaped: every sixth layer full, the others a sliding window."""
+    """Gemma-3-shaped: every sixth layer has full attention, the others a sliding window."""
     rng = np.random.default_rng(seed)
     e, d, layers = 64, 32, 6
     w = gguf.GGUFWriter(str(path), "gemma3")

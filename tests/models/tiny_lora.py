@@ -1,5 +1,4 @@
-"""Writes LoRA adapters of tiny models, in GGUF and as mlx-lm has them, and the models they come to
-when merged."""
+"""Write LoRA adapters of tiny models, in GGUF and in mlx-lm's format, and the merged models."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-# How much an adapter of these changes a tiny model: enough to change most greedy answers.
+# The adapters' effect on a tiny model: large enough to change most greedy answers.
 _STRENGTH = 0.7
 TARGETS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_down")
 
@@ -33,9 +32,9 @@ def write(
     more: dict[str, Any] | None = None,
     skewed: int = 0,
 ) -> Path:
-    """An adapter in GGUF of the model `base`, over its `targets` and, where the output is another
-    matrix or that is a target, its table of tokens. `more`:
-    keys of its header; `skewed`: so much larger is the rank of its second matrices."""
+    """Write a GGUF adapter of the model `base` for its `targets`. If the output matrix is separate
+    or "token_embd" is a target, the adapter also covers the token table. `more`: keys of its
+    header; `skewed`: the difference in rank of its second matrices."""
     rng, model = np.random.default_rng(seed), gguf.GGUFReader(str(base))
     named = model.fields["general.architecture"].contents()
     w = gguf.GGUFWriter(str(path), architecture or named)
@@ -51,7 +50,7 @@ def write(
     for tensor in model.tensors:
         n_in, n_out, *experts = (int(n) for n in (*tensor.shape, 1)[: max(2, len(tensor.shape))])
         if tensor.name == "token_embd.weight" and (untied or "token_embd" in targets):
-            # The table is looked up in: A holds its rows, B is not transposed.
+            # The table is used for lookups: A holds its rows, and B is not transposed.
             w.add_tensor(f"{tensor.name}.lora_a", _matrix(rng, n_out, rank))
             w.add_tensor(f"{tensor.name}.lora_b", _matrix(rng, n_in, rank + skewed))
         elif tensor.name.endswith(tuple(wanted)):
@@ -65,7 +64,7 @@ def write(
 
 
 def merge(path: Path, base: Path, adapter: Path, scale: float = 1.0) -> Path:
-    """A copy of the float32 model `base` with `adapter` in its weights."""
+    """Write a copy of the float32 model `base` with `adapter` merged into its weights."""
     shutil.copy(base, path)
     laid = gguf.GGUFReader(str(adapter))
     matrices = {tensor.name: np.array(tensor.data) for tensor in laid.tensors}
@@ -84,8 +83,8 @@ def merge(path: Path, base: Path, adapter: Path, scale: float = 1.0) -> Path:
 def write_mlx(
     folder: Path, base: Path, *, rank: int = 4, seed: int = 0, config: dict[str, Any] | None = None
 ) -> Path:
-    """An adapter of the checkpoint `base` as mlx-lm saves it, over two projections of each
-    layer. `config`: keys that its adapter_config.json has besides."""
+    """Write an adapter of the checkpoint `base` as mlx-lm saves it, for three projections of each
+    layer. `config`: additional keys of its adapter_config.json."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -111,7 +110,8 @@ def write_mlx(
 
 
 def merge_mlx(folder: Path, base: Path, adapter: Path, scale: float = 1.0) -> Path:
-    """A copy of the checkpoint `base` with `adapter` in its weights, by mlx-lm's own fuse."""
+    """Write a copy of the checkpoint `base` with `adapter` merged into its weights by mlx-lm's own
+    fuse."""
     from mlx.utils import tree_unflatten
     from mlx_lm.utils import load_adapters, load_model, save_model
 

@@ -1,5 +1,5 @@
-"""Writes tiny random-weight MLX checkpoints of every memory shape the engine must handle: real
-files, real kernels."""
+"""Write tiny random-weight MLX checkpoints for every kind of memory that the engine must handle:
+real files, real kernels."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TEMPLATE = (
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE: 256 bytes, a few merges, made-up words nothing merges to, two special
-    tokens at the end."""
+    """Write a byte-level BPE: 256 bytes, a few merges, made-up words that no merge produces, two
+    special tokens at the end."""
     from localllm_backends.mlx.vocabulary import byte_of_char
 
     bytes_by_char = byte_of_char()
@@ -68,8 +68,8 @@ def write_tokenizer(folder: Path) -> None:
 def write(
     folder: Path, config: dict[str, Any], *, seed: int = 0, quantise: dict[str, Any] | None = None
 ) -> Path:
-    """A checkpoint folder of the architecture `config["model_type"]` with random weights, as mlx-lm
-    itself saves it."""
+    """Write a checkpoint folder of the architecture `config["model_type"]` with random weights, as
+    mlx-lm itself saves it."""
     import mlx.core as mx
     from mlx.utils import tree_map_with_path
     from mlx_lm.utils import _get_classes, quantize_model, save_config, save_model
@@ -115,17 +115,17 @@ def write_llama(folder: Path) -> Path:
 
 
 def write_4bit(folder: Path) -> Path:
-    """The same, its weights in 4 bits."""
+    """The same with 4-bit weights."""
     return write(folder, LLAMA, quantise={"group_size": 32, "bits": 4})
 
 
 def write_8bit(folder: Path) -> Path:
-    """The same, its weights in 8 bits."""
+    """The same with 8-bit weights."""
     return write(folder, LLAMA, quantise={"group_size": 64, "bits": 8})
 
 
 def write_mxfp4(folder: Path) -> Path:
-    """The same, its weights in 4-bit floats with shared exponents."""
+    """The same with weights in 4-bit floats with shared exponents."""
     return write(folder, LLAMA, quantise={"group_size": 32, "bits": 4, "mode": "mxfp4"})
 
 
@@ -140,7 +140,7 @@ GEMMA3: dict[str, Any] = {
 
 
 def write_sliding(folder: Path, *, window: int = 32) -> Path:
-    """Gemma-3-shaped: every third layer full, the others a sliding window."""
+    """Gemma-3-shaped: every third layer has full attention, the others a sliding window."""
     return write(folder, {**GEMMA3, "sliding_window": window}, seed=1)
 
 
@@ -227,8 +227,9 @@ QWEN35_MOE: dict[str, Any] = {
     **QWEN35, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
 }  # fmt: skip
-# A head's weights as its makers name them: the layer's begin with the first, and norms and
-# projection of embedding and hidden state, in the order in which they are joined.
+# The published names of a head's weights: the prefix of its layer's weights, then its norms and its
+# projection of embedding and hidden state. The first two norms are in the order in which the
+# projection joins their outputs.
 MTP_NAMES = {
     "mimo": (
         "model.mtp_layers.0.",
@@ -242,9 +243,9 @@ MTP_NAMES = {
 
 
 def write_mtp(folder: Path, family: str = "mimo", *, likeness: float = 0.0) -> Path:
-    """A model with one draft head, whose layer is `folder`/head as a model of its own: MiMo-shaped
-    (plain attention), or Qwen3.5-shaped ("qwen": gated delta nets; "qwen-moe": with routed
-    experts). `likeness` as in tiny_mtp.write_mtp."""
+    """Write a model with one draft head, whose layer is in `folder`/head as a separate model:
+    MiMo-shaped (plain attention), or Qwen3.5-shaped ("qwen": gated delta nets; "qwen-moe": with
+    routed experts). `likeness` as in tiny_mtp.write_mtp."""
     import mlx.core as mx
 
     one = {"num_hidden_layers": 1, "full_attention_interval": 1}
@@ -281,8 +282,8 @@ def write_mtp(folder: Path, family: str = "mimo", *, likeness: float = 0.0) -> P
 
 
 def as_published(folder: Path, to: Path) -> Path:
-    """The Qwen3.5-shaped checkpoint in `folder` as its makers would have saved it: other names,
-    norms less one, convolutions laid out otherwise."""
+    """Write the Qwen3.5-shaped checkpoint in `folder` as its makers would have saved it: other
+    names, norms minus one, convolutions in another layout."""
     import shutil
 
     import mlx.core as mx

@@ -1,5 +1,5 @@
-"""Writes tiny random-weight drafters for the checkpoints of tiny_mlx, with the names and configs in
-which they are published: DFlash and DFlash2 (z-lab), DSpark, and EAGLE-3 (SGLang, speculators)."""
+"""Write tiny random-weight drafters for the checkpoints of tiny_mlx, with their published names and
+configs: DFlash and DFlash2 (z-lab), DSpark, and EAGLE-3 (SGLang, speculators)."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ def write_target(
     likeness: float = 0.4,
     changed: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
-    """A model whose next token depends mostly on the last one, the more so with `likeness`, so that
-    `knowing` drafters are often right. `changed`: other values of its config."""
+    """Write a model whose next token depends mostly on the last one, the more so with higher
+    `likeness`, so that `knowing` drafters are often right. `changed`: other values of its
+    config."""
     import mlx.core as mx
 
     tiny_mlx.write(folder, {**TARGETS[memory], **changed}, seed=6)
@@ -65,8 +66,9 @@ def write_target(
 def write_knowing(
     folder: Path, design: str, target: Path, *, wrong: float = 0.2, layout: str = "sglang"
 ) -> Path:
-    """A drafter that takes what follows a token from the tables of `target` (write_target), but for
-    a share of tokens. (DFlash without a selector knows the first token of a block only.)"""
+    """Write a drafter that predicts a token's successor from the tables of `target` (write_target),
+    except for a share of tokens. (DFlash without a selector predicts only the first token of a
+    block.)"""
     import mlx.core as mx
 
     held = {n: np.array(v) for n, v in mx.load(str(target / "model.safetensors")).items()}
@@ -179,8 +181,8 @@ def write_dflash(
     changed: Mapping[str, np.ndarray] = MappingProxyType({}),
     **more: Any,
 ) -> Path:
-    """Two layers that fill in blocks of `block` tokens. `changed` has other weights, and `more`
-    changes the config."""
+    """Write two layers that fill in blocks of `block` tokens. `changed` replaces weights, and
+    `more` changes the config."""
     rng = np.random.default_rng(seed)
     own: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": list(layers)}
     config: dict[str, Any] = {
@@ -239,7 +241,7 @@ def write_eagle3(
     changed: Mapping[str, np.ndarray] = MappingProxyType({}),
     **more: Any,
 ) -> Path:
-    """One layer that reads the inputs of the model's `layers`. `layout`: names of "sglang" or
+    """Write one layer that reads the inputs of the model's `layers`. `layout`: names of "sglang" or
     "speculators". `n_draft_vocab`: tokens of its own vocabulary (0: all)."""
     rng = np.random.default_rng(seed)
     n_vocab = n_draft_vocab or tiny_mlx.VOCAB
@@ -312,7 +314,7 @@ def _layer(
 
 
 def _save(folder: Path, config: dict[str, Any], weights: Arrays, bits: int) -> Path:
-    """`bits`: those of an MLX conversion (0: as its makers publish it)."""
+    """Save the checkpoint. `bits`: those of an MLX conversion (0: as published)."""
     import mlx.core as mx
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""Writes tiny random-weight MLX checkpoints that see, as mlx-vlm itself saves them: one for each
-family whose images are read."""
+"""Write tiny random-weight MLX checkpoints with vision, as mlx-vlm itself saves them: one for each
+supported family."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def mark(family: str) -> str:
-    """What stands for an image in a prompt."""
+    """Return the text that stands for an image in a prompt."""
     marks = _marks(family)
     if family.startswith("qwen"):
         return f"{marks[START]}{marks[IMAGE]}{marks[STOP]}"
@@ -162,15 +162,15 @@ def _marks(family: str) -> dict[int, str]:
 def write(
     folder: Path, family: str, *, seed: int = 5, side_px: int = 48, heads: int = 2, layers: int = 2
 ) -> Path:
-    """A checkpoint folder of that family with random weights: images have `side_px` at most, and
-    the tower so many `heads` and `layers`."""
+    """Write a checkpoint folder of that family with random weights. Images have at most `side_px`;
+    the vision tower has that many `heads` and `layers`."""
     import mlx.core as mx
     from mlx.utils import tree_flatten, tree_map
 
     config = _config(family, side_px, heads, layers)
     folder.mkdir(parents=True, exist_ok=True)
     package = importlib.import_module(f"mlx_vlm.models.{config['model_type']}")
-    # It writes into what it is given.
+    # from_dict modifies its argument.
     given = json.loads(json.dumps(config))
     made = package.ModelConfig.from_dict(given)
     made.text_config = package.TextConfig.from_dict(given["text_config"])
@@ -186,7 +186,7 @@ def write(
     model.update(tree_map(random, model.parameters()))
     weights = dict(tree_flatten(model.parameters()))
     if family == "gemma3":
-        # Tied, as published: mlx-vlm never reads another.
+        # Tied, as published: mlx-vlm never reads a separate one.
         del weights["language_model.lm_head.weight"]
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     config |= {
@@ -242,7 +242,7 @@ def _write_processor(folder: Path, family: str, config: dict[str, Any], side_px:
 
 
 def _add_marks(folder: Path, marks: dict[int, str]) -> None:
-    """Special tokens for images, in the places of made-up words."""
+    """Add special tokens for images in place of made-up words."""
     tokenizer, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     parsed = json.loads(tokenizer.read_text("utf-8"))
     vocab = parsed["model"]["vocab"]

@@ -1,5 +1,5 @@
-"""Writes tiny models with draft heads (MTP): a HY-V3-shaped dense trunk and one or more NextN
-blocks behind it."""
+"""Write tiny models with draft heads (MTP): a HY-V3-shaped dense trunk followed by one or more
+NextN blocks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def _head(w: gguf.GGUFWriter, rng: np.random.Generator, i: int, e: int, likeness
 def write_mtp(
     path: Path, *, heads: int = 1, layers: int = 2, likeness: float = 0.0, seed: int = 5
 ) -> Path:
-    """4 heads, 2 KV heads of 32, and `heads` draft heads, sure of all they say.
+    """4 heads, 2 KV heads of 32, and `heads` draft heads with high confidence.
 
-    `likeness` 0: every weight is random, and so is what the heads guess, from all they have read.
-    Towards 1 the trunk leans on its newest token and the heads pass it on as it is: they guess what
-    the model says, most of the time.
+    With `likeness` 0, every weight is random, and the heads' guesses depend on all tokens read.
+    With a value towards 1, the trunk depends mostly on its newest token and the heads pass that
+    token on unchanged, so most of their guesses equal the model's.
     """
     rng = np.random.default_rng(seed)
     e, d, ff = 64, 32, 128
@@ -52,8 +52,8 @@ def write_mtp(
 
 
 def write_hybrid_mtp(path: Path, *, likeness: float = 0.0, seed: int = 6) -> Path:
-    """Qwen3.5-shaped: gated delta nets (a recurrent state) with one attention layer behind them,
-    and one draft head."""
+    """Qwen3.5-shaped: gated delta nets (a recurrent state) followed by one attention layer, and one
+    draft head."""
     rng = np.random.default_rng(seed)
     e, d, ff, trunk, state, groups, heads = 64, 32, 128, 4, 32, 2, 4
     w = gguf.GGUFWriter(str(path), "qwen35")
@@ -99,8 +99,7 @@ def write_hybrid_mtp(path: Path, *, likeness: float = 0.0, seed: int = 6) -> Pat
 def write_sliding_mtp(
     path: Path, *, likeness: float = 0.0, window: int = 32, seed: int = 7
 ) -> Path:
-    """MiMo-V2-shaped: sliding windows, in the draft head too, around one layer of full
-    attention."""
+    """MiMo-V2-shaped: sliding windows, also in the draft head, and one layer of full attention."""
     rng = np.random.default_rng(seed)
     e, d, ff, pattern = 64, 32, 128, [True, False, True, True]
     w = gguf.GGUFWriter(str(path), "mimo2")

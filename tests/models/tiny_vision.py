@@ -1,8 +1,8 @@
-"""Writes tiny random-weight vision models: a text GGUF and its image projector, one pair per way
-llama.cpp reads images.
+"""Write tiny random-weight vision models: a text GGUF and its image projector, one pair for each
+way in which llama.cpp reads images.
 
 llava   a fixed square, 16 causal tokens an image
-gemma3  a fixed square, 16 tokens that see each other (not causal), behind a sliding window
+gemma3  a fixed square, 16 tokens that attend to each other (not causal), with a sliding window
 qwen2vl any size, a token for 56 × 56 pixels, positions in two dimensions (M-RoPE)
 """
 
@@ -35,14 +35,14 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class VisionModel:
-    """A text model and the projector beside it."""
+    """A text model and its projector."""
 
     text: Path
     projector: Path
 
 
 def write_vision(folder: Path, kind: str, *, seed: int = 11, template: bool = True) -> VisionModel:
-    """The pair of that kind ("llava", "gemma3", "qwen2vl") in a folder of its own."""
+    """Write the pair of that kind ("llava", "gemma3", "qwen2vl") into a folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     text, projector = folder / f"tiny-{kind}.gguf", folder / f"mmproj-tiny-{kind}.gguf"
     chat = TEMPLATE if template else None
@@ -93,8 +93,8 @@ def _projector(path: Path, kind: str, seed: int, *, image: int, patch: int) -> N
 def add_eyes(
     w: gguf.GGUFWriter, kind: str, rng: np.random.Generator, *, image: int, patch: int
 ) -> None:
-    """Add a ViT of three layers, 2 heads of 16, and what makes its patches the text model's
-    embeddings."""
+    """Add a ViT of three layers, 2 heads of 16, and the projection of its patches to the text
+    model's embeddings."""
     w.add_bool("clip.has_vision_encoder", True)
     w.add_bool("clip.use_gelu", True)
     for key, value in (
