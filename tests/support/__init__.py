@@ -1,1 +1,1 @@
-"""Helpers the tests share."""
+"""Shared helpers of the tests."""

@@ -1,5 +1,5 @@
-"""Measures of the product's code, read from its syntax: size in AST nodes, nodes per statement,
-branches, shapes of expressions, and names."""
+"""Measures of the product's code, computed from its syntax trees: size in AST nodes, nodes per
+statement, branches, shapes of expressions, and names."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ SHORT_PIECE = 12  # characters
 
 @cache
 def sources() -> dict[str, str]:
-    """The text of every file of the product, by its path in the checkout."""
+    """Return the text of every file of the product, by its path in the checkout."""
     files = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in files}
 
 
 @cache
 def product() -> dict[str, ast.Module]:
-    """The syntax of every file of the product, by its path in the checkout."""
+    """Return the syntax tree of every file of the product, by its path in the checkout."""
     return {path: ast.parse(text) for path, text in sources().items()}
 
 
 def syntax(path: str, text: str) -> ast.Module:
-    """The syntax of `text`. A file that is as in the checkout is not parsed again."""
+    """Return the syntax tree of `text`. A file that equals the one in the checkout is not parsed
+    again."""
     if sources().get(path) == text:
         return product()[path]
     return ast.parse(text)
@@ -49,12 +50,12 @@ def syntax(path: str, text: str) -> ast.Module:
 
 @cache
 def all_nodes(tree: ast.Module) -> list[ast.AST]:
-    """Every node of a file. Cached, because many tests walk the same files."""
+    """Return every node of a file. Cached, because many tests walk the same files."""
     return list(ast.walk(tree))
 
 
 def docstrings(nodes: Iterable[ast.AST]) -> set[int]:
-    """The `id` of every docstring's statement."""
+    """Return the `id` of every docstring's statement."""
     found = set()
     for node in nodes:
         if not isinstance(node, ast.Module | ast.ClassDef | Function) or not node.body:
@@ -72,12 +73,13 @@ def statements(nodes: Iterable[ast.AST]) -> int:
 
 
 def size(nodes: Iterable[ast.AST]) -> int:
-    """The number of AST nodes without the contexts Load, Store and Del."""
+    """Return the number of AST nodes without the contexts Load, Store and Del."""
     return sum(not isinstance(node, ast.expr_context) for node in nodes)
 
 
 def is_packed(node: ast.AST) -> bool:
-    """Whether `node` assigns several values at once, as in `a, b = x, y`. A swap does not count."""
+    """Return whether `node` assigns several values at once, as in `a, b = x, y`. A swap does not
+    count."""
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
         return False
     target = node.targets[0]
@@ -89,9 +91,9 @@ def is_packed(node: ast.AST) -> bool:
 
 @dataclass(frozen=True)
 class Lexed:
-    """The number of broken strings of a file, and its comments with the number of their lines.
+    """The number of broken strings of a file, and its comments with their line numbers.
 
-    A string is broken if it is adjacent to another and one of both has at most `SHORT_PIECE`
+    A string is broken if it is adjacent to another one and one of them has at most `SHORT_PIECE`
     characters.
     """
 
@@ -101,7 +103,8 @@ class Lexed:
 
 @cache
 def lexed(text: str) -> Lexed:
-    """Cached, because the tokenizer takes longer than the parser."""
+    """Count the broken strings and collect the comments of `text`. Cached, because the tokenizer
+    takes longer than the parser."""
     n = 0
     previous = None
     comments = []
@@ -119,8 +122,8 @@ def lexed(text: str) -> Lexed:
 
 
 def branches(nodes: Iterable[ast.AST]) -> int:
-    """Ways through a function of these nodes: each if, loop, except, ternary, comprehension and
-    case, and each further operand of and/or."""
+    """Count the branches of these nodes: each if, loop, except, ternary, comprehension and case,
+    and each further operand of and/or."""
     return sum(
         len(node.values) - 1 if isinstance(node, ast.BoolOp) else isinstance(node, _BRANCHES)
         for node in nodes
@@ -128,10 +131,10 @@ def branches(nodes: Iterable[ast.AST]) -> int:
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
-    """Every function with its qualified name, methods and inner ones included."""
+    """Yield every function with its qualified name, including methods and inner functions."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.expr):
-            continue  # holds no function with a name
+            continue  # contains no named function
         named = isinstance(child, Function | ast.ClassDef)
         if isinstance(child, Function):
             yield prefix + child.name, child
@@ -139,7 +142,8 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]
 
 
 def is_nested(node: ast.AST) -> bool:
-    """Whether `node` is a comprehension with two loops, or with another comprehension in it."""
+    """Return whether `node` is a comprehension with two loops, or contains another
+    comprehension."""
     if not isinstance(node, _COMPREHENSIONS):
         return False
     inner = (n for n in ast.walk(node) if n is not node and isinstance(n, _COMPREHENSIONS))
@@ -148,14 +152,14 @@ def is_nested(node: ast.AST) -> bool:
 
 @cache
 def riddles() -> frozenset[str]:
-    """Names that say too little: the first column of the glossary's last table."""
+    """Return names that are too vague: the first column of the glossary's last table."""
     table = (ROOT / "docs" / "glossary.md").read_text("utf-8").partition("## Not named")[2]
     rows = re.findall(r"^\| ([a-z_, ]+) \|", table, re.M)
     return frozenset(name for row in rows[1:] for name in row.split(", "))
 
 
 def named_values(node: ast.AST) -> Iterator[str]:
-    """What `node` names for others to use: parameters, fields and attributes."""
+    """Yield the names that `node` defines for other code: parameters, fields and attributes."""
     if isinstance(node, ast.arg):
         yield node.arg
     elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -179,7 +183,7 @@ PER_1000_STATEMENTS = ("lambdas", "packed_assignments")
 
 @dataclass
 class Measures:
-    """The figures that `tests/code_limits.toml` limits, and where the largest of each is."""
+    """The figures that `tests/code_limits.toml` limits, and the place of the largest of each."""
 
     figures: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
     largest: dict[str, str] = field(default_factory=dict)
@@ -195,7 +199,7 @@ class Measures:
 
 @cache
 def measure_file(path: str, text: str) -> tuple[Measures, Counter[str]]:
-    """The figures of one file, and the counts that ratios are made of."""
+    """Return the figures of one file, and the counts for the ratios."""
     measures = Measures()
     totals: Counter[str] = Counter()
     tree = syntax(path, text)
@@ -251,7 +255,7 @@ def measure(texts: dict[str, str]) -> Measures:
 
 
 def package(path: str) -> str:
-    """The package that a file of the product belongs to, as `tests/code_size.toml` names it."""
+    """Return the package of a product file, with its name in `tests/code_size.toml`."""
     parts = path.split("/")
     if parts[0] == "localllm" and len(parts) > 2:
         return f"localllm.{parts[1]}"
@@ -259,7 +263,7 @@ def package(path: str) -> str:
 
 
 def nodes_of_packages(texts: dict[str, str]) -> dict[str, int]:
-    """The number of AST nodes of each package, docstrings left out."""
+    """Return the number of AST nodes of each package, without docstrings."""
     found: Counter[str] = Counter()
     for path, text in texts.items():
         nodes = all_nodes(syntax(path, text))

@@ -1,11 +1,12 @@
-"""A device that computes elsewhere: a step is submitted at once and done later, in time that
-passes without a processor.
+"""A device that computes asynchronously: a step is submitted at once and finishes later, in virtual
+time that uses no processor.
 
-For tests and benchmarks, never for the product. What a step costs by its tokens is a curve that was
-measured on a real card, and the first of a size costs more: kernels are loaded. Its rows are a real
-model's, widened to larger vocabularies; its KV lies on the device, so that copying it costs a call
-and bytes, and every resident token makes a step longer. Time is virtual (`HostClock`: this thread's
-processor time plus what it waited for the device), so that other programs don't disturb it.
+For tests and benchmarks, never for the product. A step's cost by its number of tokens is a curve
+that was measured on a real card. The first step of a size costs more, because kernels are loaded.
+The device's rows are a real model's, extended to larger vocabularies. Its KV is in device memory,
+so copying it costs a call and bytes, and every resident token makes a step longer. Time is virtual
+(`HostClock`: this thread's CPU time plus its waits for the device), so that other programs don't
+disturb it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Rows = NDArray[np.float32]
 
 
 class HostClock:
-    """Seconds of this thread's own processor time, and of what it waited for the device."""
+    """Seconds of this thread's own CPU time plus its waits for the device."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0
@@ -50,14 +51,14 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """Seconds that were waited for the device alone: the same on any machine."""
+    """Seconds waited for the device only: the same on any machine."""
 
     def now(self) -> float:
         return self.waited_s
 
 
-# (tokens, seconds): a step of Llama 3.1 8B in Q4_K on an H200, of decodes up to 32 tokens and of a
-# prompt from 64 on.
+# (tokens, seconds) of a step of Llama 3.1 8B in Q4_K on an H200: decode steps up to 32 tokens,
+# prefill steps from 64 tokens.
 H200_8B = (
     (1, 3.5e-3), (8, 8.1e-3), (32, 9.4e-3), (64, 12.6e-3), (256, 33.7e-3), (1024, 107e-3),
 )  # fmt: skip
@@ -65,11 +66,12 @@ H200_8B = (
 
 @dataclass(frozen=True)
 class Speeds:
-    """What the device takes. A step: by its tokens, on the `curve` (straight between two points and
-    behind the last two; one point: the same for any), more by `kv_token_bytes` of every resident
-    token at `bytes_s`. The first with so many tokens, to a power of two, takes `first_use_s` more,
-    and a decode step of other shape than the last `graph_s` (`padded`: to a power of two). A copy
-    costs `copy_s` a run and its bytes at `copy_bytes_s`; rows of logits cross at that speed too."""
+    """The device's speeds. The duration of a step depends on its tokens by `curve` (linear between
+    two points and after the last two; a single point: constant), plus `kv_token_bytes` of every
+    resident token at `bytes_s`. The first step of each size, rounded up to a power of two, takes
+    `first_use_s` more. A decode step whose shape differs from the last one takes `graph_s` more
+    (`padded`: shapes are powers of two). A copy costs `copy_s` per run plus its bytes at
+    `copy_bytes_s`; rows of logits are copied at that speed, too."""
 
     curve: tuple[tuple[int, float], ...] = H200_8B
     kv_token_bytes: int = 0
@@ -82,15 +84,15 @@ class Speeds:
 
     @classmethod
     def flat(cls, step_s: float, **other: Any) -> Speeds:
-        """Every step takes `step_s`, the first ones too."""
+        """Return speeds at which every step takes `step_s`, including the first ones."""
         return cls(((1, step_s),), first_use_s=0.0, graph_s=0.0, **other)
 
     def times(self, factor: float) -> Speeds:
-        """A device whose steps take `factor` times as long."""
+        """Return the speeds of a device whose steps take `factor` times as long."""
         return replace(self, curve=tuple((n, factor * s) for n, s in self.curve))
 
     def step_s(self, n_tokens: int) -> float:
-        """Seconds of a step of so many tokens, none of them resident before."""
+        """Return the seconds of a step of that many tokens without resident tokens."""
         if len(self.curve) == 1:
             return self.curve[0][1]
         above = next((i for i, (n, _) in enumerate(self.curve) if n >= n_tokens), -1)
@@ -99,8 +101,8 @@ class Speeds:
 
 
 def widened(rows: Rows, n_vocab: int, seed: int = 0) -> Rows:
-    """A real model's rows for a larger vocabulary: what is added is drawn from each row's own lower
-    three quarters, so that what stands out stays what stood out."""
+    """Extend a real model's rows to a larger vocabulary. Added logits are drawn from the lower
+    three quarters of each row, so that its largest logits remain the largest."""
     rng = np.random.default_rng(seed)
     out = np.empty((len(rows), n_vocab), dtype=np.float32)
     for row, wide in zip(rows, out, strict=True):
@@ -111,8 +113,8 @@ def widened(rows: Rows, n_vocab: int, seed: int = 0) -> Rows:
 
 
 class EmulatedDevice(Backend):
-    """See the module docstring. `top`: how many of each row the device sorts out by itself (0:
-    whole rows cross)."""
+    """See the module docstring. `top`: number of largest logits that the device selects per row (0:
+    complete rows are copied)."""
 
     def __init__(
         self,
@@ -215,7 +217,7 @@ class EmulatedDevice(Backend):
         self.chunks.append([len(c.tokens) for c in chunks])
         for chunk in chunks:
             self._lengths[chunk.sequence] += len(chunk.tokens)
-        # Each sequence reads on in the recorded rows from a place of its own.
+        # Each sequence reads the recorded rows from its own start position.
         n = len(self.rows)
         numbers = [
             (7 * c.sequence + self._lengths[c.sequence]) % n if c.outputs else -1 for c in chunks
@@ -243,7 +245,7 @@ class EmulatedDevice(Backend):
         )
 
     def copied(self, n_bytes: int, runs: int = 1) -> None:
-        """Something crossed from the device, once all it was told to compute is done."""
+        """Copy bytes from the device after all submitted work is done."""
         self.clock.until(self.done_s)
         self.clock.until(
             self.clock.now() + runs * self.speeds.copy_s + n_bytes / self.speeds.copy_bytes_s
@@ -276,7 +278,7 @@ class EmulatedDevice(Backend):
 
 
 class EmulatedResult(StepResult):
-    """What a step will have computed at `done_s`: whoever asks before waits."""
+    """The result of a step that finishes at `done_s`; reading it earlier waits."""
 
     def __init__(
         self, device: EmulatedDevice, chunks: list[Chunk], numbers: list[int], done_s: float

@@ -1,7 +1,8 @@
-"""A disk that an emulated device's engine reads from, in the device's own time.
+"""A disk for the engine of an emulated device, in the device's virtual time.
 
-For tests, never for the product. It replaces the reader's thread alone: what is wanted, measured
-and worth waiting for is decided by the product. Time passes on it while the engine waits for it."""
+For tests, never for the product. It replaces only the reader's thread: the product decides which
+blocks are wanted, measures the reads, and decides whether to wait. The disk's time passes while the
+engine waits for it."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from support.emulated_device import HostClock
 
 
 class EmulatedReads(ReadAhead):
-    """Reads the files of `tier` one after the other, `bytes_s` of their blocks' bytes per second;
-    what was wanted while nothing was read begins at the next look."""
+    """Read the files of `tier` one after the other at `bytes_s` of their blocks' bytes per second.
+    A read that was requested while the disk was idle begins at the next look."""
 
     def __init__(self, tier: DiskTier, clock: HostClock, bytes_s: float) -> None:
         super().__init__(tier.load, clock.now)
@@ -22,10 +23,10 @@ class EmulatedReads(ReadAhead):
         self._until_s = 0.0
 
     def start(self) -> None:
-        """Files are read as the device's time passes."""
+        """Start no thread: files are read as the device's time passes."""
 
     def piece_read(self, wanted: PendingRead, n_bytes: int, took_s: float) -> None:
-        """What the real file took says nothing."""
+        """Ignore the duration of the real read."""
 
     def ready(self, block: Block) -> bool:
         self._catch_up()
@@ -38,7 +39,7 @@ class EmulatedReads(ReadAhead):
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Read what there was time for since the last look."""
+        """Read as much as there was time for since the last look."""
         spare_s = self._time.now() - self._until_s
         self._until_s = self._time.now()
         while spare_s > 0 and self._next() is not None:

@@ -1,6 +1,7 @@
-"""A real engine over a scripted backend, in a thread of this process, as a server's host and client.
+"""A real engine with a scripted backend, in a thread of this process, used as a server's host and
+client.
 
-It takes the same requests as a worker process and starts in no time, so a test can run many.
+It takes the same requests as a worker process and starts without delay, so a test can run many.
 """
 
 from __future__ import annotations
@@ -145,6 +146,6 @@ class EngineThread:
 
 
 def _call(loop: asyncio.AbstractEventLoop, call: Callable[[Any], None], value: object) -> None:
-    """Call it in the server's thread, unless the server has ended."""
+    """Run the call in the server's thread, unless the server has ended."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(call, value)

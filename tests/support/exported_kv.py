@@ -1,4 +1,4 @@
-"""Exports the KV of prompts with the llama.cpp of this process, one file for each, and prints the
+"""Export the KV of prompts with the llama.cpp of this process, one file for each, and print the
 identity of the KV as JSON (tests/backends/test_release_libraries.py).
 
 python -m support.exported_kv FOLDER MODEL.gguf
@@ -14,12 +14,12 @@ from localllm.engine.cache.identity import KvIdentity, identity_of
 from localllm_backends.contract import Backend, Chunk
 from support.library_checks import PROMPTS, open_tiny
 
-# Tokens of the steps that read a prompt.
+# Tokens per step of a prompt.
 STEP_TOKENS = 64
 
 
 def prompts(backend: Backend) -> list[list[int]]:
-    """20 prompts of about 120 tokens that begin differently."""
+    """Return 20 prompts of about 120 tokens with different beginnings."""
     found = []
     for i in range(len(PROMPTS)):
         text = ". ".join([*PROMPTS[i:], *PROMPTS[:i]])
@@ -28,7 +28,7 @@ def prompts(backend: Backend) -> list[list[int]]:
 
 
 def read_prompt(backend: Backend, prompt: list[int], step_tokens: int = STEP_TOKENS) -> int:
-    """A sequence with the KV of a prompt, except its last token."""
+    """Return a sequence with the KV of a prompt, except its last token."""
     sequence = backend.new_sequence()
     for at in range(0, len(prompt) - 1, step_tokens):
         backend.step([Chunk(sequence, prompt[at : min(at + step_tokens, len(prompt) - 1)], 0)])

@@ -1,7 +1,7 @@
-"""Requests that want much of the machine, by generator: what is large in one, and how large, 2**k.
+"""Requests that need many resources, by generator: the part that is large, and its size, 2**k.
 
-`KINDS` has each with the k of every run and the largest one. All go to a model whose chat template
-is `TEMPLATE`, but those with pictures, which go to one that sees.
+`KINDS` maps each to the k of every run and the largest k. All are sent to a model whose chat
+template is `TEMPLATE`, except those with pictures, which are sent to a model with vision.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 Body = dict[str, Any]
 
-# What a hostile template could hold. Which of it is done, how often and to what size is said by the
-# conversation: one file has all of them.
+# Operations of a hostile template. The conversation selects the operation, its count and its size,
+# so one file contains all of them.
 _HOSTILE = {
     "power": "{% set x = 3 ** n %}",
     "text": "{% set x = 'é' * n * n %}",
@@ -56,7 +56,7 @@ def _ref(i: int) -> dict[str, str]:
 
 
 def _loose(schema: Any) -> Body:
-    """A schema of which only the parts that can be enforced are."""
+    """A schema that is enforced only in the parts that can be."""
     form = {"name": "x", "schema": schema, "strict": False}
     return chat(response_format={"type": "json_schema", "json_schema": form})
 
@@ -80,7 +80,7 @@ def _choices(n: int) -> Body:
 
 
 def _chain(n: int) -> Body:
-    """Each definition names the next one twice."""
+    """Each definition refers to the next one twice."""
     links = {f"d{i}": _object({"l": _ref(i + 1), "r": _ref(i + 1)}) for i in range(n)}
     return _schema({"$defs": {**links, f"d{n}": {"type": "integer"}}, **_ref(0)})
 
@@ -106,7 +106,7 @@ def _enums(n: int) -> Body:
 
 
 def _rules(n: int) -> str:
-    """Each names the next one twice; a word of many meanings."""
+    """Each rule refers to the next one twice, so a word has many derivations."""
     return (
         "\n".join(f"r{i}: r{i + 1} r{i + 1} | r{i + 1}" for i in range(n)) + f'\nr{n}: "a" | "aa"'
     )
@@ -132,7 +132,7 @@ def _messages(n: int) -> Body:
 
 
 def _png(side: int) -> bytes:
-    """A picture of one colour: a small file, whatever its size."""
+    """A picture of one colour: a small file for any size."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         end = struct.pack(">I", zlib.crc32(name + data))
@@ -154,8 +154,8 @@ def _hostile(name: str) -> Callable[[int], Body]:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A request of size 2**k: `make` is given that size. `usual`, `largest`: the k of every run,
-    and the last one."""
+    """A request of size 2**k: `make` takes that size. `usual`: the k of every run; `largest`: the
+    largest k."""
 
     make: Callable[[int], Body]
     usual: int

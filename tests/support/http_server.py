@@ -1,4 +1,4 @@
-"""A real server on a loopback port for as long as a test runs, in a thread of its own."""
+"""A real server on a loopback port for the duration of a test, in a separate thread."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from localllm.server.models.served import ModelStore
 
 
 class Running:
-    """Where it listens: `url` without a path, `port`, and the app behind it; `stop` ends it before
-    the block does."""
+    """A running server: its `url` without a path, its `port` and its app. `stop` ends it before the
+    block does."""
 
     def __init__(self, port: int, app: Any, stop: Callable[[], object]) -> None:
         self.stop = stop
@@ -38,12 +38,12 @@ def running_server(
     port: int = 0,
     **settings: Any,
 ) -> Iterator[Running]:
-    """Serve `models` until the block ends; with `preload` they begin to load at once, as the
-    command has them do.
-    `store`: what clients may fetch to and remove from. Not `quiet`: it logs what a service does.
-    `port`: 0 for a free one."""
+    """Serve `models` until the block ends. With `preload` they start to load at once, as with the
+    command.
+    `store`: the store into which clients may download models and from which they may remove them.
+    Without `quiet`, the server logs like a service. `port`: 0 for a free one."""
     router = models if isinstance(models, ModelRouter) else ModelRouter(models)
-    # All of localhost where that is asked for; never an address that other machines reach.
+    # All of localhost if requested; never an address that other machines can reach.
     socks = bind("localhost" if settings.get("host") == "localhost" else "127.0.0.1", port)
     port = socks[0].getsockname()[1]
     settings.setdefault("allow_users", not reports_users())

@@ -1,4 +1,4 @@
-"""Markdown as models write it, as long as a test wants."""
+"""Markdown in the style of models, in any length."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 def words(tokens: int) -> Iterator[str]:
-    """Markdown as models write it: paragraphs, lists, a table and code, again and again."""
+    """Yield Markdown in the style of models: paragraphs, lists, a table and code, repeatedly."""
     said = 0
     while True:
         section = said // 400 + 1

@@ -1,4 +1,4 @@
-"""A machine whose free memory a test sets, under an engine of its own."""
+"""A machine whose free memory the test sets, with an engine on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADROOM = 100 * MB
 
 
 class Machine:
-    """Scripted time and memory: every look at the clock takes a tenth of a second."""
+    """Scripted time and memory: every reading of the clock advances it by a tenth of a second."""
 
     def __init__(self, free_mb: float | None = 1000) -> None:
         self.free_mb = free_mb

@@ -1,4 +1,4 @@
-"""Bodies that no listing of models or files should have: each is small to send or large to read."""
+"""Malformed listings of models or files: each one is small to send or large to read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from support.examples import NEW
 
-# The most bytes that reading one may take.
+# The largest number of bytes of memory that reading a listing may take.
 MOST_BYTES = 64 << 20
 _VALUES: Mapping[str, str] = {
     "number": "5", "negative": "-1", "1e999": "1e999", "NaN": "NaN", "long number": "1" * 5000,
@@ -31,8 +31,8 @@ _MARK = "\N{REPLACEMENT CHARACTER}value"
 
 
 def listings(places: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """The name of each listing, and a function that makes it. `places` are documents in which
-    `mark()` stands for a malformed value. The long lane has all of them, other runs each 7th."""
+    """Yield the name of each listing, and a function that makes it. `places` are documents in which
+    `mark()` stands for a malformed value. The long lane uses all of them, other runs each 7th."""
     yield from _WHOLE.items()
     made = []
     for place, document in places.items():
@@ -43,10 +43,10 @@ def listings(places: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], byte
 
 
 def mark() -> str:
-    """The place of a malformed value."""
+    """Return the placeholder of a malformed value."""
     return _MARK
 
 
 def bomb() -> bytes:
-    """32 MB that are sent as 150 kB."""
+    """Return 32 MB that are sent as 150 kB."""
     return gzip.compress(b'{"data": "' + b"a" * (32 << 20) + b'"}', 1)

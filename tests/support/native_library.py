@@ -1,4 +1,4 @@
-"""Libraries made from a few lines of C, in the place of llama.cpp's or in front of it."""
+"""Libraries compiled from a few lines of C, which replace llama.cpp's or are loaded before it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPILER = shutil.which("cc")
 
 
 def include_folder() -> Path:
-    """The headers of the llama.cpp that the tests run with."""
+    """Return the headers of the llama.cpp that the tests run with."""
     folder = library_folder()
     assert folder is not None
     return headers_for(folder)[0].parent

@@ -1,4 +1,4 @@
-"""A chat's own engine, for tests that ask it over HTTP."""
+"""A chat's own engine, for tests that use it over HTTP."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from localllm.settings import Settings
 
 @contextmanager
 def background_server(model: str, context: int | None = None) -> Iterator[OwnEngine]:
-    """A server of one's own with a loaded model, for as long as the block runs."""
+    """Run a server with a loaded model for the duration of the block."""
     with loaded(OwnEngine(model, Settings({"context": context}))) as engine:
         yield engine

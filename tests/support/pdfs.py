@@ -1,5 +1,5 @@
-"""PDFs for tests, written by hand, and what skips a test where the extra that reads them is not
-installed."""
+"""PDFs for tests, written by hand, and a mark that skips a test if the extra for reading them is
+not installed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 
 
 def needs_pdf() -> pytest.MarkDecorator:
-    """Skips, visibly, where pypdfium2 is not installed."""
+    """Skip the test visibly if pypdfium2 is not installed."""
     found = importlib.util.find_spec("pypdfium2") is not None
     return pytest.mark.skipif(not found, reason="pypdfium2 is not installed (the extra pdf)")
 
 
 def pdf(pages: Sequence[str], *, side: int = 300) -> bytes:
-    """A file with a page for each text; an empty one has a grey square and no text."""
+    """Return a file with a page for each text. A page with an empty text has a grey square
+    instead."""
     font = b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"
     kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
     objects = [

@@ -1,4 +1,4 @@
-"""Pictures for tests, and what skips a test where this build of llama.cpp reads none."""
+"""Pictures for tests, and marks that skip a test if this build can't read them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from localllm_backends.contract import ImagePixels
 
 
 def needs_mtmd() -> pytest.MarkDecorator:
-    """Skips, visibly, where llama-cpp-python was built without mtmd."""
+    """Skip the test visibly if llama-cpp-python was built without mtmd."""
     from localllm_backends.llamacpp import backend_type
 
     missing = backend_type.reads_images()
@@ -21,13 +21,13 @@ def needs_mtmd() -> pytest.MarkDecorator:
 
 
 def needs_pillow() -> pytest.MarkDecorator:
-    """Skips, visibly, where Pillow is not installed (a checkout that was not set up again)."""
+    """Skip the test visibly if Pillow is not installed (a checkout that was not set up again)."""
     found = importlib.util.find_spec("PIL") is not None
     return pytest.mark.skipif(not found, reason="Pillow is not installed")
 
 
 def needs_mlx_vlm() -> pytest.MarkDecorator:
-    """Skips, visibly, where MLX or mlx-vlm is not installed."""
+    """Skip the test visibly if MLX or mlx-vlm is not installed."""
     from localllm_backends.mlx import backend_type
 
     missing = backend_type.available()
@@ -37,7 +37,7 @@ def needs_mlx_vlm() -> pytest.MarkDecorator:
 
 
 def pixels(width: int, height: int, seed: int) -> ImagePixels:
-    """Random pixels, as they are when decoded."""
+    """Return random pixels in decoded form."""
     data = (
         np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8).tobytes()
     )
@@ -45,7 +45,7 @@ def pixels(width: int, height: int, seed: int) -> ImagePixels:
 
 
 def png(width: int, height: int, seed: int, kind: str = "PNG") -> bytes:
-    """A file of random pixels."""
+    """Return an image file of random pixels."""
     from PIL import Image
 
     picture = pixels(width, height, seed)

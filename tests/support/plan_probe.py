@@ -1,10 +1,10 @@
-"""Asks llama.cpp itself what a model would need: plans every buffer (`no_alloc`) and allocates
-none.
+"""Ask llama.cpp itself how much memory a model needs: it plans every buffer (`no_alloc`) and
+allocates none.
 
-Works on a header-only (sparse) GGUF, in milliseconds for ordinary models and up to a second for
-hybrids. llama.cpp says the sizes only in its log, whose text is not an API, and aborts the process
-on impossible settings: so `plan` runs in a child process by default, and every figure it does not
-find is None rather than 0.
+This works on a header-only (sparse) GGUF, in milliseconds for ordinary models and up to a second
+for hybrids. llama.cpp reports the sizes only in its log, whose text is not an API, and it aborts
+the process on impossible settings. Therefore `plan` runs in a child process by default, and every
+figure that it does not find is None rather than 0.
 
     python -P tests/support/plan_probe.py FILE '{"n_ctx": 8192}'      (prints the answers as JSON)
 """
@@ -32,9 +32,9 @@ _OUTPUT = re.compile(r"output buffer size = +([\d.]+) MiB")
 
 @dataclass(frozen=True, slots=True)
 class ProbeSettings:
-    """A context as our backend makes it: unified KV, trimmed sliding windows. 0 outputs = one per
-    sequence; `n_gpu_layers` are planned on the accelerators of the installed build, none of them by
-    default: figures of a CPU are the same anywhere."""
+    """A context like our backend's: unified KV, trimmed sliding windows. 0 outputs means one per
+    sequence. `n_gpu_layers` are planned on the accelerators of the installed build. The default is
+    none, because figures of a CPU are the same everywhere."""
 
     n_ctx: int = 4096
     n_seq_max: int = 1
@@ -49,7 +49,7 @@ class ProbeSettings:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Bytes llama.cpp would allocate (its log's MiB have two decimals); `kv_cells` are (cells,
+    """Bytes that llama.cpp would allocate (its log's MiB have two decimals); `kv_cells` are (cells,
     layers) per cache."""
 
     weights_bytes: int
@@ -61,7 +61,7 @@ class Planned:
 
     @property
     def total_bytes(self) -> int:
-        """Everything that was found."""
+        """The sum of all figures that were found."""
         return (
             self.weights_bytes
             + self.kv_bytes
@@ -72,7 +72,7 @@ class Planned:
 
 
 def parse(lines: Iterable[str], weights_bytes: int) -> Planned:
-    """The figures in llama.cpp's log lines of one context."""
+    """Return the figures in llama.cpp's log lines of one context."""
     kv, cells, state = 0, [], 0
     compute: int | None = None
     output: int | None = None
@@ -92,9 +92,9 @@ def parse(lines: Iterable[str], weights_bytes: int) -> Planned:
 def plan(
     path: str | Path, settings: Sequence[ProbeSettings], *, timeout_s: float = 120.0
 ) -> list[Planned]:
-    """What `path` would need under each of `settings`, asked in a child process.
+    """Return the memory that `path` needs with each of `settings`, planned in a child process.
 
-    Raises LoadError when llama.cpp refuses the file or the settings, with the end of what it said.
+    Raises LoadError if llama.cpp refuses the file or the settings, with the end of its output.
     """
     command = [sys.executable, "-P", __file__, str(path), json.dumps([asdict(s) for s in settings])]
     try:
@@ -116,12 +116,12 @@ def plan(
 
 
 def plan_here(path: str | Path, settings: Sequence[ProbeSettings]) -> list[Planned]:
-    """`plan` inside this process: faster, and fatal to it where llama.cpp aborts."""
+    """Run `plan` in this process: faster, but it ends the process if llama.cpp aborts."""
     from localllm_backends.llamacpp.native import log, start_native
 
     llama = start_native()
-    # Planning a deep model with a quantised cache says over 4,000 debug lines before the sizes' own
-    # have been read.
+    # Planning a deep model with a quantised cache logs over 4,000 debug lines before the lines with
+    # the sizes are read.
     log.lines = deque(maxlen=200_000)
     models: dict[int, Any] = {}
     try:
@@ -142,7 +142,7 @@ def _model(llama: Any, path: str | Path, n_gpu_layers: int) -> Any:
 
     params = model_params(llama, LoadSpec(str(path), placement=Placement(gpu_layers=n_gpu_layers)))
     params.no_alloc = True
-    params.load_mode = 0  # no mmap: a sparse file has nothing to map
+    params.load_mode = 0  # no mmap: a sparse file has no data to map
     log.mark()
     model = llama.llama_model_load_from_file(str(path).encode(), params)
     if not model:

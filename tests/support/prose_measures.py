@@ -1,4 +1,5 @@
-"""Habits that make a reader stop, and the length of sentences, in docs, docstrings and comments."""
+"""Count habits that slow a reader down, and measure the length of sentences, in docs, docstrings
+and comments."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from functools import cache
 
 from support.code_measures import ROOT, Function, all_nodes, lexed, sources, syntax
 
-# A match is no verdict ("behind a proxy" is fine), but plain technical English has few of these.
+# A match is not always an error ("behind a proxy" is fine), but plain technical English has few of
+# these.
 HABITS = {
     "clause as a noun (What …)": (
         r"(?:(?<=[.:;] )|^)What \w+(?: \w+){1,12}? (?:is|are|was|has|takes|goes|comes|stays|stands)\b"
@@ -32,7 +34,7 @@ HABITS = {
 
 
 def paragraphs_of_page(text: str) -> Iterator[str]:
-    """The running text of a Markdown page: no code, table or heading."""
+    """Yield the running text of a Markdown page, without code, tables and headings."""
     fenced = False
     part: list[str] = []
     for line in [*text.splitlines(), ""]:
@@ -47,7 +49,8 @@ def paragraphs_of_page(text: str) -> Iterator[str]:
 
 
 def paragraphs_of_code(path: str, text: str) -> Iterator[str]:
-    """The docstrings and comments of a file. Comments on consecutive lines are one paragraph."""
+    """Yield the docstrings and comments of a file. Comments on consecutive lines are one
+    paragraph."""
     for node in all_nodes(syntax(path, text)):
         if isinstance(node, ast.Module | ast.ClassDef | Function):
             docstring = ast.get_docstring(node)
@@ -66,7 +69,7 @@ def paragraphs_of_code(path: str, text: str) -> Iterator[str]:
 
 
 def figures(paragraphs: Iterator[str]) -> dict[str, float]:
-    """Habits per 1,000 words, and words per sentence."""
+    """Return the habits per 1,000 words, and the words per sentence."""
     n_words = 0
     n_sentences = 0
     n_habits = 0
@@ -82,7 +85,7 @@ def figures(paragraphs: Iterator[str]) -> dict[str, float]:
 
 @cache
 def prose() -> dict[str, float]:
-    """The figures of `tests/prose_limits.toml`."""
+    """Return the figures of `tests/prose_limits.toml`."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     pages += [*(ROOT / "model_catalog").rglob("*.md"), *(ROOT / "packaging").rglob("*.md")]
     texts = [page.read_text("utf-8") for page in pages]

@@ -1,4 +1,5 @@
-"""A TCP relay in front of a server: limits the rate, cuts, stalls or damages what the server sends."""
+"""A TCP relay in front of a server: it limits the rate, and cuts, stalls or damages the server's
+data."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 _PIECE_BYTES = 16 * 1024
-# A small window, so that the server can't send much more than this relay has passed on, and so that
-# little of what was passed on is lost when the connection is cut. Linux may keep 33 MB otherwise.
+# A small window, so that the server can't send much more than this relay has passed on, and little
+# of the passed data is lost when the connection is cut. Linux may otherwise buffer 33 MB.
 _WINDOW_BYTES = 64 * 1024
 # seconds. Waits are collected up to this length, because each takes longer than it should.
 _LEAST_WAIT_S = 0.001
@@ -22,8 +23,8 @@ _RESET = struct.pack("ii", 1, 0)
 
 @dataclass
 class Relay:
-    """Listens on `port`. `rate_bytes_s`: of all connections together (0: no limit). `target`: the
-    port of the server. `held` is set while the fault "hold" keeps an answer back."""
+    """A relay that listens on `port`. `rate_bytes_s` is for all connections together (0: no limit).
+    `target` is the port of the server. `held` is set while the fault "hold" delays an answer."""
 
     target: int
     port: int = 0
@@ -70,8 +71,9 @@ class Relay:
             up.join(10)
 
     def arm(self, fault: str, after_bytes: int, times: int = 99) -> None:
-        """After each `after_bytes` from the next request on, cut or stall the connection, damage a
-        byte, or hold the answer until `release`; so often. The end of an earlier answer passes."""
+        """From the next request on, after each `after_bytes`, cut or stall the connection, damage a
+        byte, or hold the answer until `release`; `times` times. The end of an earlier answer passes
+        unchanged."""
         self._fault = fault
         self._armed_times = times
         self._after_bytes = self._left_bytes = after_bytes
@@ -126,7 +128,7 @@ class Relay:
 
 @contextmanager
 def relay_to(target: int) -> Iterator[Relay]:
-    """A relay to the server on the loopback port `target`."""
+    """Yield a relay to the server on the loopback port `target`."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         relay = Relay(target, listener.getsockname()[1])
         accepting = threading.Thread(target=relay.accept, args=[listener], daemon=True)

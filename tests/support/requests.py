@@ -1,4 +1,4 @@
-"""Requests in one line, as the engine's tests need them by the hundred."""
+"""Requests in one line, because the engine's tests need hundreds of them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _OF_THE_REQUEST = frozenset(Request.__slots__) - {"generation"}
 
 
 def request_for(
-    id: str,  # noqa: A002 - the request's own word
+    id: str,  # noqa: A002 - the name of the request's field
     prompt: str | list[int],
     max_tokens: int | None = None,
     sampling: Sampling | None = None,
     **more: Any,
 ) -> Request:
-    """A Request; `more` are fields of it and of its Generation, or `grammar` and `beginning` of a
-    Constraint on the whole answer."""
+    """Return a Request. `more` are fields of it and of its Generation, or `grammar` and `beginning`
+    of a Constraint on the complete answer."""
     if "grammar" in more:
         more["constraint"] = Constraint(more.pop("grammar"), more.pop("beginning", ""))
     own = {name: more.pop(name) for name in _OF_THE_REQUEST & set(more)}
@@ -37,8 +37,8 @@ def request_for(
 
 
 async def events_of(engine: EngineClient, request: Request) -> AsyncIterator[Event]:
-    """What `engine` says of `request`, the last one its Finish or Failure; to be left early is to
-    cancel it."""
+    """Yield the events of `request` from `engine`; the last one is its Finish or Failure. Leaving
+    the iteration early cancels the request."""
     queue: asyncio.Queue[Event] = asyncio.Queue()
 
     async def listen() -> None:

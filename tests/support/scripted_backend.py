@@ -1,9 +1,9 @@
-"""A backend without weights for unit tests: its next token is a pure function of the tokens before
-it.
+"""A backend without weights for unit tests: its next token is a pure function of the earlier
+tokens.
 
 It passes the same conformance suite as the real ones. `rewind`, `segments` and `states` choose the
-memory shape it imitates. Tokens 3..258 are bytes (token - 3), 0 unknown, 1 begin, 2 end of text,
-259 a control token.
+kind of memory that it imitates. Tokens 3..258 are bytes (token - 3), 0 unknown, 1 begin, 2 end of
+text, 259 a control token.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _BYTE = 3
 
 
 def row_after(tokens: Seq[int]) -> NDArray[np.float32]:
-    """The logits that follow `tokens`: random, but the same for the same tokens."""
+    """Return the logits after `tokens`: random, but the same for the same tokens."""
     digest = hashlib.blake2b(np.asarray(tokens, dtype=np.int32).tobytes(), digest_size=8).digest()
     rng = np.random.default_rng(int.from_bytes(digest, "little"))
     row = rng.standard_normal(N_VOCAB).astype(np.float32)
-    # Printable text, and an end now and then.
+    # Printable text is likely, and sometimes an end.
     row[_BYTE + 32 : _BYTE + 127] += 3.0
     row[END] += 1.5
     return row

@@ -1,4 +1,4 @@
-"""An engine that says what it is told: for tests of everything above the engine's border.
+"""An engine that plays a script, for tests of all layers above the engine's interface.
 
 Its vocabulary is the UTF-8 bytes (token = byte value) plus BOS 256 and EOS 257, so every text has
 exact token counts. Steps of a script are texts (one Text event each), Gate objects (wait until the
@@ -38,8 +38,8 @@ BOS, EOS = 256, 257
 
 
 class Gate:
-    """A point in a script where the engine waits for the test, which may wait until it is
-    `reached`; for any thread."""
+    """A point in a script where the engine waits for the test. Any thread may wait until it is
+    `reached`."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -47,13 +47,13 @@ class Gate:
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def open(self) -> None:
-        """Let the script go on."""
+        """Let the script continue."""
         self._open = True
         for loop, event in self._waiters:
             loop.call_soon_threadsafe(event.set)
 
     async def wait(self) -> None:
-        """Used by the engine."""
+        """Wait until the test opens the gate (called by the engine)."""
         event = asyncio.Event()
         self._waiters.append((asyncio.get_running_loop(), event))
         self.reached.set()
@@ -66,7 +66,7 @@ Script = Sequence[Step] | Callable[[Request], Sequence[Step]]
 
 
 def model_info(**changes: Any) -> ModelInfo:
-    """Facts of the scripted model; every field can be changed."""
+    """Return facts of the scripted model; every field can be changed."""
     facts: dict[str, Any] = {
         "architecture": "scripted", "description": "scripted", "fingerprint": "scripted",
         "n_vocab": 258, "n_ctx": 4096,
@@ -80,12 +80,11 @@ def model_info(**changes: Any) -> ModelInfo:
 
 
 class ScriptedEngine:
-    """Implements Engine and, for convenience, Host. `requests` and `cancelled` record what happened
-    to it.
+    """Implements Engine and, for convenience, Host. `requests` and `cancelled` record the calls.
 
-    `ends` gives the finish reason; max_tokens, stop strings and constraints are honoured on the
-    script's text, so `usage` is exact. Any text passes a grammar; if it `holds_calls`, a tool call
-    ends where its JSON does, otherwise no grammar can be made for calls.
+    `ends` gives the finish reason. max_tokens, stop strings and constraints apply to the script's
+    text, so `usage` is exact. Any text passes a grammar. If it `holds_calls`, a tool call ends
+    where its JSON does; otherwise no grammar can be made for calls.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class ScriptedEngine:
     # --- Host -------------------------------------------------------------------------------------
 
     async def engine(self) -> ScriptedEngine:
-        """Itself, once the gate is open; or the scripted loading error."""
+        """Return itself once the gate is open, or raise the scripted loading error."""
         if self.load_gate is not None:
             await self.load_gate.wait()
         if self.load_error is not None:
@@ -117,13 +116,13 @@ class ScriptedEngine:
         return self
 
     async def close(self) -> None:
-        """Remember it."""
+        """Record the call."""
         self.closed = True
 
     # --- Engine -----------------------------------------------------------------------------------
 
     async def submit(self, request: Request) -> AsyncIterator[Event]:
-        """Play the script."""
+        """Play the script and yield its events."""
         self.requests.append(request)
         prompt = encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
         n_prompt = len(prompt) + int(
@@ -147,7 +146,7 @@ class ScriptedEngine:
                 self.cancelled.append(request.id)
 
     async def listen(self, request: Request, on_event: Callable[[Event], None]) -> Finish | Failure:
-        """The same script, told."""
+        """Play the same script and pass its events to `on_event`."""
         async with aclosing(cast("AsyncGenerator[Event, None]", self.submit(request))) as events:
             async for event in events:
                 if isinstance(event, Finish | Failure):
@@ -204,19 +203,19 @@ class ScriptedEngine:
         add_bos: bool = False,
         media: dict[str, str] | None = None,
     ) -> list[int]:
-        """Bytes; an image is as many as its mark."""
+        """Return the text's bytes; an image counts as its placeholder text."""
         return [BOS, *encode(text)] if add_bos and self.info.adds_bos else encode(text)
 
     async def count_tokens(self, text: str, **options: Any) -> int:
-        """As many as `tokenize` returns."""
+        """Return the number of tokens that `tokenize` returns."""
         return len(await self.tokenize(text, **options))
 
     async def detokenize(self, tokens: list[int]) -> str:
-        """Text of bytes."""
+        """Return the text of these bytes."""
         return decode(tokens)
 
     async def snapshot(self) -> dict[str, Any]:
-        """A few numbers."""
+        """Return a few numbers."""
         return {
             "requests": len(self.requests),
             "generated_tokens": 1234567,
@@ -226,13 +225,13 @@ class ScriptedEngine:
 
 
 def grammar_of(request: Request) -> tuple[str, str] | None:
-    """The grammar of the whole answer, if it has one."""
+    """Return the grammar of the complete answer, if it has one."""
     return request.constraint.grammar if request.constraint is not None else None
 
 
 class _Answer:
-    """What an engine would write of a script's tokens under the request's constraint: what that puts
-    into the answer comes by itself, whether the script has it too or not."""
+    """The text that an engine would write from a script's tokens under the request's constraint.
+    Tokens that the constraint forces are inserted, whether or not the script has them, too."""
 
     def __init__(self, request: Request, holds_calls: bool) -> None:
         self.text = TextStream(_spelled, request.generation.stop, hidden=request.hidden)
@@ -245,12 +244,12 @@ class _Answer:
 
     @property
     def over(self) -> bool:
-        """True once its end has come by a stop text or the constraint."""
+        """True after a stop text or the constraint has ended the answer."""
         finished = self.constraint is not None and self.constraint.finished
         return self.text.stopped_by is not None or finished
 
     def pieces(self, tokens: Sequence[int]) -> Iterator[Iterable[int]]:
-        """The tokens that come of the script's next ones; what is put there is a piece of its
+        """Yield the pieces made from the script's next tokens; forced tokens are a piece of their
         own."""
         if self.constraint is None:
             yield tokens
@@ -267,7 +266,8 @@ class _Answer:
             yield constraint.forced.pop(0)
 
     def _written(self, constraint: AnswerConstraint, left: list[int]) -> Iterator[int]:
-        """What comes of the tokens that are `left`, which are taken, up to what is put there."""
+        """Yield the accepted tokens of `left`, removing them from it, up to the next forced
+        token."""
         while left:
             token = left.pop(0)
             if self._put[:1] == [token]:
@@ -292,7 +292,7 @@ class _Answer:
 
 
 class _ScriptedMatcher:
-    """A grammar that allows everything, and ends where JSON does if it `ends`."""
+    """A grammar that allows everything. If it `ends`, it finishes where the JSON does."""
 
     stuck = False
     accepting = False
@@ -303,16 +303,16 @@ class _ScriptedMatcher:
         self.finished = False
 
     def copy(self) -> _ScriptedMatcher:
-        """Its beginning."""
+        """Return a copy in the initial state."""
         return _ScriptedMatcher(self._ends)
 
     def accept(self, token: int) -> None:
-        """Take a token."""
+        """Accept a token."""
         self.finished = self._json.feed(_letter(token)) >= 0 and self._ends
 
 
 def _letter(token: int) -> str:
-    """A byte as a letter: the ends of JSON are in ASCII."""
+    """Return a byte as a letter: JSON's closing characters are ASCII."""
     return chr(token)
 
 
@@ -321,12 +321,12 @@ def _spelled(token: int) -> bytes:
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of `text`."""
+    """Return the token ids of `text`."""
     return list(text.encode())
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """Text of `tokens`."""
+    """Return the text of `tokens`."""
     return bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
 
 

@@ -1,4 +1,4 @@
-"""Compares greedy answers, up to ties that rounding may reverse."""
+"""Compare greedy answers, except for near ties that rounding may reverse."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import httpx
 
 
 def same(answer: httpx.Response, other: httpx.Response, tie: float) -> bool:
-    """True if two answers with `logprobs` are equal up to a tie: a difference below `tie` between
-    the log-probabilities of two tokens.
+    """Return True if two answers with `logprobs` are equal up to a tie: a difference below `tie`
+    between the log-probabilities of two tokens.
 
-    Steps of another shape round KV in other ways, so the better one of two nearly equal tokens may
-    change. After such a token, the answers are of different texts.
+    Steps of another shape round KV differently, so the better one of two nearly equal tokens may
+    change. After such a token the answers continue different texts.
     """
     ours, theirs = (each.json()["choices"][0] for each in (answer, other))
     if ours["text"] == theirs["text"]:

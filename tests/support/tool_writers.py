@@ -1,5 +1,5 @@
-"""Calls as each format's models write them, by the name of the format: what its reader must give
-back."""
+"""Tool calls in the format of each family of models, by the name of the format. The format's reader
+must return these calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Waiting for something that announces itself by no event: asked again and again, in one place and
-with one limit."""
+"""Wait for conditions that trigger no event, by polling in one place with one time limit."""
 
 from __future__ import annotations
 
@@ -10,7 +9,8 @@ from collections.abc import Callable
 def until(
     true: Callable[[], object], what: str = "it never came true", *, timeout_s: float = 60.0
 ) -> None:
-    """Return once `true()` is; an AssertionError that says `what` after `timeout_s` seconds."""
+    """Return as soon as `true()` is true. Raise an AssertionError with `what` after `timeout_s`
+    seconds."""
     pause, waited_s = threading.Event(), 0.0
     while not true():
         assert waited_s < timeout_s, what
