@@ -109,7 +109,7 @@ def one_card_each(loads: Sequence[LoadPlan], device: Device) -> list[LoadPlan]:
             spec = load.options.spec
             plan = load.plan
             spec = replace(spec, placement=replace(spec.placement, cards=cards))
-            plan = replace(plan, settings=plan.settings.placed(cards=cards))
+            plan = plan._replace(settings=plan.settings.placed(cards=cards))
             load = replace(load, options=replace(load.options, spec=spec), plan=plan)
         for number in cards or left:
             left[number] = left.get(number, 0) - load.needs_bytes // len(cards or left)

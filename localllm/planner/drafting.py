@@ -228,7 +228,7 @@ def edit_sentence(device: Device, plan: Plan) -> str | None:
     how = ""
     loaded = memory.rewind_for(plan.model, replace(settings.drafter, name="ngram"))
     if settings.drafter.name == "auto" and loaded and backend_of(plan.variant).snapshots:
-        plan = replace(plan, settings=replace(settings, n_rewind=loaded))
+        plan = plan._replace(settings=replace(settings, n_rewind=loaded))
         how = "with --draft ngram (one stream, with snapshots of the state) "
     gain = edit_gain(device, plan)
     if gain is None:

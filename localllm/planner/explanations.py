@@ -4,7 +4,6 @@ that is not offered."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from operator import attrgetter
 
 from localllm.device.types import Device
@@ -104,7 +103,7 @@ def of_variant(plan: Plan, device: Device, need: Need) -> str:
 def explained(picks: Sequence[Plan], need: Need) -> list[Plan]:
     """Return the picks with `why` filled in: each is compared with the first pick and with the
     others."""
-    return [replace(plan, why=_sentence(plan, picks, need)) for plan in picks]
+    return [plan._replace(why=_sentence(plan, picks, need)) for plan in picks]
 
 
 def _sentence(plan: Plan, picks: Sequence[Plan], need: Need) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 from localllm.device.types import Device
@@ -89,7 +89,7 @@ def _loses_little(plan: Plan) -> bool:
 
 def _longest(device: Device, plan: Plan, kv_type: str) -> int:
     settings = plan.settings.with_kv_type(kv_type)
-    return max_context(device, replace(plan, settings=settings))
+    return max_context(device, plan._replace(settings=settings))
 
 
 def _least_machine(

@@ -351,7 +351,7 @@ class _Search:
             settings = replace(self._settings, placement=placed)
             settings = over_cards(self._device, self._model, self._variant, settings)
             need = memory.need(self._model, self._variant, settings, self._device)
-            return verdict(self._device, replace(need, host_bytes=0)) != "no"
+            return verdict(self._device, need._replace(host_bytes=0)) != "no"
         if placed.gpu_layers == 0:
             return True
         if len(self._limits) == 1:

@@ -323,10 +323,10 @@ class _Run(NamedTuple):
         and decode speed."""
         settings, need, fits = fitted
         cost = quality.kv_cost(settings.kv_type) - quality.kv_cost(top.settings.kv_type)
-        plan = replace(top, settings=settings, memory=need, fits=fits, quality=top.quality - cost)
+        plan = top._replace(settings=settings, memory=need, fits=fits, quality=top.quality - cost)
         if fits == "yes" and not cost and not need.cards_bytes:
             return plan
-        return replace(plan, score=score(plan, self.purpose))
+        return plan._replace(score=score(plan, self.purpose))
 
     def with_best_batch(self, plan: Plan) -> Plan:
         """Return `plan`, or the same with larger prefill steps if prompts cost points and the score
@@ -435,8 +435,8 @@ class _Run(NamedTuple):
         )
         drafted = drafting.for_purpose(self.device, plan, self.workload)
         if drafted is not None:
-            plan = replace(plan, drafting=drafted)
-        return replace(plan, score=score(plan, self.purpose))
+            plan = plan._replace(drafting=drafted)
+        return plan._replace(score=score(plan, self.purpose))
 
     def _quality(self, settings: RunSettings) -> dict[str, Any]:
         """The model's rating, reduced by the losses of its format and of the KV type."""

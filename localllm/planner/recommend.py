@@ -158,7 +158,7 @@ def recommend(
 
 def _completed(device: Device, plan: Plan, *, workload: Workload, overrides: Overrides) -> Plan:
     """Return `plan` with the figures that its rank does not need. Its score stays."""
-    return replace(finished(device, plan, workload, overrides), score=plan.score)
+    return finished(device, plan, workload, overrides)._replace(score=plan.score)
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:
@@ -236,7 +236,7 @@ def detailed_plan(
         drafting.edit_sentence(device, plan),
         drafting.companions_sentence(plan),
     ]
-    return replace(plan, max_ctx=longest, reasons=tuple(filter(None, reasons)))
+    return plan._replace(max_ctx=longest, reasons=tuple(filter(None, reasons)))
 
 
 def _other_engine(
@@ -350,7 +350,7 @@ def _best_of(
         fast = [plan for plan in plans if not too_slow(plan, need)]
         if fast:
             best, chosen = _best_file(fast, need)
-            return replace(chosen, score=best.score)
+            return chosen._replace(score=best.score)
         fitting = fitting or plans
     if fitting:
         quickest = max(fitting, key=attrgetter("stream_tok_s", "variant.quant"))
@@ -425,9 +425,9 @@ def variants_of(
     for variant in _candidates(device, model, overrides):
         plan = plan_for(device, model, variant, workload, overrides=overrides)
         reason = explanations.of_variant(plan, device, need)
-        plan = replace(plan, max_ctx=max_context(device, plan), why=reason)
+        plan = plan._replace(max_ctx=max_context(device, plan), why=reason)
         if untrained:
-            plan = replace(plan, fits="no", why=untrained)
+            plan = plan._replace(fits="no", why=untrained)
         plans.append(plan)
     return sorted(plans, key=attrgetter("variant.file_bytes", "variant.format", "variant.quant"))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from localllm.device.types import Device
@@ -130,7 +129,7 @@ def at_least_smaller_siblings(plans: Sequence[Plan], good_tok_s: float) -> list[
 
 
 def _with_score(plan: Plan, score: float) -> Plan:
-    return plan if score == plan.score else replace(plan, score=score)
+    return plan if score == plan.score else plan._replace(score=score)
 
 
 def _outgrows(large: Plan, small: Plan, good_tok_s: float) -> bool:

@@ -154,8 +154,7 @@ class Range(NamedTuple):
     basis: str
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryNeed:
+class MemoryNeed(NamedTuple):
     """Bytes that a Plan needs, by purpose, and the limit that applies.
 
     - `host_bytes`: in system memory, apart from a discrete accelerator. `host_limit_bytes`: the
@@ -198,8 +197,7 @@ class MemoryNeed:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """One way to run one Variant on one Device. `settings` hold all that `serve` needs to run it.
 
     - `quality`: points for the purpose, less the cost of format and KV type.

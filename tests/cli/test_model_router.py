@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -92,10 +91,10 @@ def test_automatic_contexts_shrink_until_both_fit_and_chosen_ones_do_not(
         # A machine with three quarters of the memory that both models would need alone, all of it
         # for the context.
         kv = plan.settings.n_ctx * 1000
-        need = replace(
-            plan.memory, weights_bytes=0, kv_bytes=kv, compute_bytes=0, limit_bytes=150_000_000
+        need = plan.memory._replace(
+            weights_bytes=0, kv_bytes=kv, compute_bytes=0, limit_bytes=150_000_000
         )
-        return replace(plan, memory=need)
+        return plan._replace(memory=need)
 
     monkeypatch.setattr(PlanInputs, "plan", tight)
     chosen = load_plans_together(two, Settings({"context": 131072}))
@@ -105,7 +104,7 @@ def test_automatic_contexts_shrink_until_both_fit_and_chosen_ones_do_not(
 
     def tighter(self: PlanInputs, holds: Callable[[Plan], bool]) -> Plan:
         plan = tight(self, holds)
-        return replace(plan, memory=replace(plan.memory, limit_bytes=int(1.5 * alone * 1000)))
+        return plan._replace(memory=plan.memory._replace(limit_bytes=int(1.5 * alone * 1000)))
 
     monkeypatch.setattr(PlanInputs, "plan", tighter)
     contexts = [p.options.spec.n_ctx for p in load_plans_together(two, Settings())]

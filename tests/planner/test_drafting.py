@@ -135,8 +135,8 @@ def test_an_edit_of_a_recurrent_model_is_predicted_with_the_snapshots_it_needs()
     gain = drafting.edit_gain(device, named)
     assert gain is not None
     assert 1.1 < gain <= 4
-    off = replace(
-        auto, settings=replace(auto.settings, drafter=replace(auto.settings.drafter, name="off"))
+    off = auto._replace(
+        settings=replace(auto.settings, drafter=replace(auto.settings.drafter, name="off"))
     )
     assert drafting.edit_sentence(device, off) is None
 

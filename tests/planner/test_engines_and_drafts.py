@@ -134,7 +134,7 @@ def test_the_sentence_follows_the_predicted_speeds() -> None:
         f"MLX (4bit) is predicted {'faster' if faster else 'slower'}: {mlx.decode_tok_s.value:.3g}"
     )
     assert "predicted as fast as" in selection.compare(
-        device, gguf, replace(mlx, decode_tok_s=gguf.decode_tok_s)
+        device, gguf, mlx._replace(decode_tok_s=gguf.decode_tok_s)
     )
 
 
@@ -206,7 +206,7 @@ def test_edits_gain_only_where_tokens_can_be_taken_back() -> None:
     assert 1.1 <= gain <= (1 - drafting.EDIT_ACCEPTANCE**17) / (1 - drafting.EDIT_ACCEPTANCE)
     assert (
         drafting.edit_gain(
-            device, replace(dense, settings=replace(dense.settings, drafter=DraftChoice("off")))
+            device, dense._replace(settings=replace(dense.settings, drafter=DraftChoice("off")))
         )
         is None
     )

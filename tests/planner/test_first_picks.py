@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -41,10 +40,10 @@ def test_a_tight_plan_in_shared_memory_ranks_far_below_one_with_room() -> None:
     need = scoring.NEEDS["chat"]
     roomy = first("N100 16GB", "chat")
     assert roomy.fits == "yes"
-    lost = scoring.score(roomy, need) - scoring.score(replace(roomy, fits="tight"), need)
+    lost = scoring.score(roomy, need) - scoring.score(roomy._replace(fits="tight"), need)
     on_card = first("RTX 3060 12GB", "chat")
     lost_on_card = scoring.score(on_card, need) - scoring.score(
-        replace(on_card, fits="tight"), need
+        on_card._replace(fits="tight"), need
     )
     assert lost > 2 * lost_on_card > 0
 
@@ -59,7 +58,7 @@ def test_a_split_plan_that_fills_system_memory_ranks_below_one_with_room() -> No
         assert not pick.memory.fills_host
         limit_bytes = pick.memory.host_limit_bytes
         assert pick.memory.host_bytes <= TIGHT_SHARE * limit_bytes
-        full = replace(pick, memory=replace(pick.memory, host_bytes=limit_bytes))
+        full = pick._replace(memory=pick.memory._replace(host_bytes=limit_bytes))
         assert scoring.score(full, need) == pytest.approx(scoring.score(pick, need) - 6)
 
 
@@ -86,7 +85,7 @@ def test_a_long_wait_costs_twice_as_much_for_each_doubling() -> None:
 
     def lost(wait_s: float) -> float:
         late = plan.ttft_s._replace(value=wait_s)
-        return scoring.prompt_lost(replace(plan, ttft_cached_s=late), need)
+        return scoring.prompt_lost(plan._replace(ttft_cached_s=late), need)
 
     usual = lost(2 * need.ttft_good_s) - lost(need.ttft_good_s)
     long = lost(16 * need.ttft_good_s) - lost(8 * need.ttft_good_s)
@@ -100,8 +99,8 @@ def test_an_agent_does_not_wait_for_minutes_in_each_session() -> None:
     need = scoring.NEEDS["coding"]
     assert found.plans[0].ttft_s.value < need.ttft_patient_s
     (slow,) = (p for p in found.plans if p.model.id == "glm-4.7-flash")
-    sooner = replace(slow, ttft_s=slow.ttft_s._replace(value=need.ttft_patient_s))
-    later = replace(slow, ttft_s=slow.ttft_s._replace(value=2 * need.ttft_patient_s))
+    sooner = slow._replace(ttft_s=slow.ttft_s._replace(value=need.ttft_patient_s))
+    later = slow._replace(ttft_s=slow.ttft_s._replace(value=2 * need.ttft_patient_s))
     assert scoring.score(later, need) < scoring.score(slow, need) < scoring.score(sooner, need)
 
 

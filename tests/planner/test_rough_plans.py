@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from localllm.device.name_lookup import resolve
@@ -15,7 +13,7 @@ MODELS = catalog.load().models
 
 
 def without_details(plan: Plan) -> Plan:
-    return replace(plan, reasons=(), max_ctx=0)
+    return plan._replace(reasons=(), max_ctx=0)
 
 
 @pytest.mark.parametrize("machine", ["Strix Halo", "2x RTX 3090", "RTX 4060 + 32GB RAM"])
