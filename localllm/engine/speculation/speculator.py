@@ -23,6 +23,7 @@ from localllm.engine.speculation.stream_drafts import (
     MAX_STEPS_UNPAID,
     MIN_GAIN,
     PAID_GAIN,
+    DraftCounts,
     DraftState,
     Proposal,
     StreamDraft,
@@ -85,15 +86,15 @@ class Speculator:
         # One per salt. Otherwise the speed of an answer would reveal the text of other users.
         self._recent = lru_cache(_MAX_RECENT_SALTS)(lambda salt: RecentOutputs())
         names = ["ngram", "grammar", *[kind.name for kind in kinds], *self.drafters]
-        self._drafted = dict.fromkeys(names, 0)
-        self._accepted = dict.fromkeys(names, 0)
+        self._counts = DraftCounts(names)
         self._since_plain = 0
         self._host = HostTime()
         self._early = EarlyStart()
         self._streams = 1
         self._padded = self.backend.capabilities.pads_drafts
         self._limit = StepLimit()
-        self._drafting_s = self._undrafted_s = 0.0
+        # Seconds that drafters computed for the next step.
+        self._drafting_s = 0.0
         self._probe = CostProbe(self.backend, self.cost, self.others, self.clock, self.reading)
         # The longest draft that can be rewound.
         self._most = longest_draft(self.backend)
@@ -174,6 +175,7 @@ class Speculator:
             self.drafters[name].rest(account.rests)
         self._emitted = 0
         self._used = {}
+        self._drafting_s = 0.0
 
     def _lost_steps(self, name: str, lengths: Sequence[int], computed: int) -> float:
         """Decode steps without drafts that wrong drafts of these lengths take. The drafter computes
@@ -242,7 +244,10 @@ class Speculator:
         if not any(n for _, n in wanted):
             return
         jobs = {job.id: (job, length) for job, length in wanted}
-        for key, (tokens, dists) in drafter.draft(wanted).items():
+        began_s = self.clock()
+        drafts = drafter.draft(wanted)
+        self._drafting_s += self.clock() - began_s
+        for key, (tokens, dists) in drafts.items():
             job, length = jobs[key]
             state = self._states[key]
             job.draft = tokens
@@ -402,8 +407,7 @@ class Speculator:
             state.learn(accepted + 1, 1.0)
             return
         state.learn(accepted + 1, self._steps(state.drafter, drafted, unsure))
-        self._drafted[state.drafter] += drafted
-        self._accepted[state.drafter] += accepted
+        self._counts.add(state.drafter, drafted, accepted)
         if state.drafter in state.back_offs:
             draft = StreamDraft(drafted, accepted, drafted + unsure)
             self._used.setdefault(state.drafter, []).append(draft)
@@ -437,10 +441,14 @@ class Speculator:
             self.cost.observe(rows, usual_s)
             self._since_plain = 0
         if counts:
-            undrafted_s = self.cost.seconds(sequences) * tokens / sequences
-            self._drafting_s += seconds
-            self._undrafted_s += undrafted_s
+            step_s = self.cost.seconds(sequences)
+            undrafted_s = step_s * tokens / sequences
+            self._counts.add_time(seconds, undrafted_s)
             self._host.gain(undrafted_s - seconds)
+            # A draft that took far longer than its step is not all in `seconds`.
+            seconds = max(seconds, self.cost.seconds(rows) + self._drafting_s)
+            for account in self._accounts.values():
+                account.measure((seconds - undrafted_s) / step_s, drafted=drafted)
 
     def forget(self, job: RunningRequest) -> None:
         if self._states.pop(job.id, None) is not None:
@@ -478,23 +486,11 @@ class Speculator:
             drafter.close()
 
     def snapshot(self) -> dict[str, float | int | str]:
-        """Counters and the cost of verification, as plain values.
-
-        `speculation_gain`: measured speed relative to no drafting; 1.0 before the first draft.
-        """
+        """Counters and the cost of verification, as plain values."""
         plain = self.cost.seconds(1)
-        gain = 1.0
-        if self._drafting_s:
-            gain = self._undrafted_s / self._drafting_s
-        accepted = {f"accepted_{name}_tokens": n for name, n in self._accepted.items()}
-        drafted = {f"drafted_{name}_tokens": n for name, n in self._drafted.items()}
         return {
             "speculation": self.off_because or "on",
-            "drafted_tokens": sum(self._drafted.values()),
-            "accepted_draft_tokens": sum(self._accepted.values()),
-            **accepted,
-            **drafted,
-            "speculation_gain": gain,
+            **self._counts.values(),
             "verify_8_cost": self.cost.seconds(8) / plain,
             "verify_16_cost": self.cost.seconds(16) / plain,
         }

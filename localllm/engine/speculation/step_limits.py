@@ -13,7 +13,7 @@ from localllm.engine.step_costs import SINGLE_STEP_S
 # tiny model. It may take a share of the time, up to so many decode steps at once, and the time that
 # drafts saved. If it was not limited, it took 1.2 of 7.8 ms of a step of four streams.
 _HOST_S = 20e-6
-_HOST_SHARE = 0.004
+_HOST_SHARE = 0.002
 _MOST_HOST_STEPS = 0.5
 # Weight of a new measurement of the time to start early steps again.
 _RESTART_RATE = 0.2

@@ -91,6 +91,43 @@ class DraftState:
         return min(_MAX_STEPS_TRIED, _MAX_STEPS_LOST + self.overall.total_for(MIN_GAIN, 1))
 
 
+class DraftCounts:
+    """Counts of drafted and accepted tokens by drafter, and the time that drafts took and saved."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._drafted = dict.fromkeys(names, 0)
+        self._accepted = dict.fromkeys(names, 0)
+        self._seconds = self._undrafted_s = 0.0
+
+    def add(self, name: str, drafted: int, accepted: int) -> None:
+        """Record a draft by the drafter `name`."""
+        self._drafted[name] += drafted
+        self._accepted[name] += accepted
+
+    def add_time(self, seconds: float, undrafted_s: float) -> None:
+        """Record a step whose tokens would have taken `undrafted_s` without drafts."""
+        self._seconds += seconds
+        self._undrafted_s += undrafted_s
+
+    def values(self) -> dict[str, float]:
+        """The counts as plain values.
+
+        `speculation_gain`: measured speed relative to no drafting; 1.0 before the first draft.
+        """
+        gain = 1.0
+        if self._seconds:
+            gain = self._undrafted_s / self._seconds
+        accepted = {f"accepted_{name}_tokens": n for name, n in self._accepted.items()}
+        drafted = {f"drafted_{name}_tokens": n for name, n in self._drafted.items()}
+        return {
+            "drafted_tokens": sum(self._drafted.values()),
+            "accepted_draft_tokens": sum(self._accepted.values()),
+            **accepted,
+            **drafted,
+            "speculation_gain": gain,
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class StreamDraft:
     """A draft of one stream. `computed`: the tokens that the drafter computed for it."""

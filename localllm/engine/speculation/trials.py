@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -51,10 +52,17 @@ class Acceptance:
 # this share of all further steps. 250 tokens of streams that begin together then keep 0.99 of their
 # speed if every draft is wrong.
 _CREDIT = 1.25
-_SHARE = 0.003
+_SHARE = 0.002
+# Most steps that a trial is charged for, and how many times the estimate the next one is expected to
+# take. A longer one was probably slowed by other programs.
+_MOST_TAKEN = 8.0
+_MOST_DEARER = 8.0
+# Before a trial can be paid for, its price is computed again after so many steps at most.
+_MOST_WAIT = 64
 # Gains of a drafter allow longer drafts, up to this many steps.
 _MOST_GAINED = 16.0
-# Tokens of a trial draft, which measures the acceptance rate.
+# Tokens of a trial draft, which measures the acceptance rate. It has a second token only if that leaves
+# half of the balance, unless one was right before: after a wrong first token, the second was verified in vain.
 _TRIAL_TOKENS = 2
 _MAX_FAILURES = 9
 # So many trials in a row without an accepted token are hardly an accident: of drafters that are right in
@@ -83,6 +91,8 @@ class DrafterAccount:
     `trusted`: False until a token is accepted. Before that, all drafts are trials.
     `wait`: steps until a trial may be made.
     `can_pay`: False if drafts would not pay even if they were always right.
+    `price`: decode steps that the next trial will take, if that is more than the balance (else 0).
+    `dearer`: how many times as long as estimated the last trial took.
     """
 
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -91,24 +101,49 @@ class DrafterAccount:
     pause: Pause = field(default_factory=Pause)
     wait: int = 0
     can_pay: bool = True
+    price: float = 0.0
+    dearer: float = 1.0
+
+    def __post_init__(self) -> None:
+        # Decode steps that the last step with drafts took, and those that its trial should have taken.
+        self._taken = self._estimated = 0.0
 
     @property
     def rests(self) -> bool:
         """True if the drafter was never right, and is expected to stay unused for some time."""
         if self.trusted:
             return False
-        return not self.can_pay or self.pause.failures >= _RESTING_FAILURES
+        failed = self.pause.failures >= _RESTING_FAILURES
+        return failed or self.price > 0.0 or not self.can_pay
 
     def step(self, gained: float, lost: float) -> None:
         """Record a step: the decode steps that its drafts saved, and those that they took."""
         self.wait = max(self.wait - 1, 0)
-        if self.balance < _CREDIT:
-            self.balance = min(self.balance + _SHARE, _CREDIT)
+        most = max(_CREDIT, self.price)
+        if self.balance < most:
+            self.balance = min(self.balance + _SHARE, most)
         if gained and not self.trusted:
             # The first success is no loss, so drafts that are long enough to pay can follow.
             self.trusted = True
             lost = 0.0
+        if lost and not self.trusted:
+            self._estimated = lost
         self.balance = min(self.balance + gained - lost, _MOST_GAINED)
+
+    def measure(self, lost: float, *, drafted: bool) -> None:
+        """Record the decode steps that a step lost, which had drafts or followed one with drafts.
+
+        A trial also reads tokens, and the step after it was not started early. No estimate knows
+        these costs, so a trial is charged for what it took.
+        """
+        if drafted:
+            self._taken = lost
+        elif self._estimated:
+            taken = max(min(self._taken + lost, _MOST_TAKEN), self._estimated)
+            self.dearer = min(taken / self._estimated, _MOST_DEARER)
+            self.balance -= taken - self._estimated
+        # If two steps in a row have drafts, the time of the first one is not known.
+        self._estimated = 0.0
 
     def learn(self, accepted: int) -> None:
         """Record a draft of which `accepted` tokens were right."""
@@ -119,12 +154,18 @@ class DrafterAccount:
     def trial_length(self, most: int, lost: Callable[[int], float]) -> int:
         """The tokens of a trial now; 0: no trial. `lost(n)`: decode steps that n wrong tokens take.
 
-        A trial that costs more than the credit needs the whole credit.
+        A trial that costs more than the balance waits until the balance pays for it.
         """
+        self.price = 0.0
         for length in range(min(most, _TRIAL_TOKENS), 0, -1):
-            if lost(length) <= self.balance:
+            kept = 1 if self.trusted else length
+            if kept * lost(length) * self.dearer <= self.balance:
                 return length
-        return min(most, int(self.balance >= _CREDIT))
+        if most:
+            self.price = lost(1) * self.dearer
+            missing = (self.price - self.balance) / _SHARE
+            self.wait = min(math.ceil(missing), _MOST_WAIT)
+        return 0
 
 
 # A drafter that did not pay in earlier answers is tried in a new one only after this many tokens,

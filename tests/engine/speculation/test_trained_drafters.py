@@ -196,6 +196,48 @@ def test_of_a_drafter_that_is_always_wrong_one_stream_pays_for_all() -> None:
     assert all(len(lengths) == 1 and lengths[0] <= 2 for lengths in asked)
 
 
+def test_a_costly_trial_has_one_token() -> None:
+    """If it is wrong, a second one would be verified in vain."""
+    backend = Guessing("M2 Ultra, gpt-oss-120b", 0.0, "eagle3")
+    engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now, others=ALONE)
+    settle(engine)
+    request = request_for("a", "say a", 4, GREEDY, ignore_eos=True)
+    engine.submit(request, backend.tokenize(request.id, special=False))
+    while engine.has_work:
+        engine.step()
+    drafted = engine.snapshot()["drafted_eagle3_tokens"]
+    engine.close()
+    assert drafted == 1
+
+
+class ReadingLate(Guessing):
+    """Heads whose every draft first reads tokens for as long as `read_steps` decode steps."""
+
+    read_steps = 3.0
+
+    def draft(self, wanted: Seq[tuple[int, int, int]]) -> list[list[int]]:
+        self.now += PLAIN_S * self.read_steps
+        return super().draft(wanted)
+
+
+def test_trials_are_charged_for_the_time_that_they_took() -> None:
+    """The idle engine's probe reads nothing, so it knows nothing of the time to read."""
+    backend = ReadingLate("DGX Spark, gemma-3-4b", 0.0, "eagle3")
+    backend.read_steps = 0.0
+    engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now, others=ALONE)
+    settle(engine)
+    backend.read_steps = 3.0
+    for k in range(4):
+        request = request_for(f"{k}", f"say {k}", 400, GREEDY, ignore_eos=True)
+        engine.submit(request, backend.tokenize(request.id, special=False))
+    began = backend.now
+    while engine.has_work:
+        engine.step()
+    steps = (backend.now - began) / PLAIN_S / steps_of(backend.machine, 4)
+    engine.close()
+    assert steps <= 400 / 0.99
+
+
 @pytest.mark.parametrize(
     ("machine", "rate", "rests"),
     [
