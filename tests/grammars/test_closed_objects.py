@@ -64,7 +64,7 @@ def test_only_named_members_are_allowed(
     assert closed(converted) == converted
 
 
-def test_an_object_that_is_part_of_itself_stays_as_it_is() -> None:
+def test_a_recursive_object_is_not_changed() -> None:
     endless = {"properties": {"a": {}}, "$ref": "#"}
     assert closed(endless) == endless
     wide = {
@@ -75,7 +75,7 @@ def test_an_object_that_is_part_of_itself_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("junk", [True, 5, [], {"allOf": 5, "properties": 7}, {"allOf": [5, None]}])
-def test_what_is_no_schema_stays_as_it_is(junk: Any) -> None:
+def test_an_invalid_schema_is_not_changed(junk: Any) -> None:
     assert closed(junk) == junk
 
 

@@ -123,7 +123,7 @@ def some_grammar(rng: random.Random) -> str:
     return "\n".join(rules) + "\n"
 
 
-def test_random_grammars_mean_the_same(reference: Reference) -> None:
+def test_random_grammars_accept_the_same_texts_as_in_llama_cpp(reference: Reference) -> None:
     right = refused = 0
     for seed in range(250):
         rng = random.Random(seed)
@@ -168,7 +168,7 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_what_is_written_in_other_ways(name: str) -> None:
+def test_unusual_gbnf_syntax_is_accepted(name: str) -> None:
     grammar, text = ACCEPTED[name]
     if text is None:
         with pytest.raises(ValueError, match="line 3"):  # a rule ends at the end of its line
@@ -192,6 +192,6 @@ def test_what_is_written_in_other_ways(name: str) -> None:
                                                                            '[^]', 'root ::= "a" )',
     ],
 )  # fmt: skip
-def test_what_is_no_grammar_is_refused_with_its_place(grammar: str) -> None:
+def test_an_invalid_grammar_is_refused_with_its_line_or_rule(grammar: str) -> None:
     with pytest.raises(ValueError, match=r"in line \d|no rule with the name"):
         lark_of(grammar)

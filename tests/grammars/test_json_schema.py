@@ -105,7 +105,7 @@ def some_values(rng: random.Random) -> list[Any]:
     return [*VALUES, *(value(2) for _ in range(25))]
 
 
-def test_what_is_allowed_matches_the_schema() -> None:
+def test_every_allowed_text_matches_the_schema() -> None:
     """Every allowed text matches the schema.
 
     If a schema is refused, its unsupported keywords are named, and the schema without them is
@@ -139,7 +139,7 @@ def test_what_is_allowed_matches_the_schema() -> None:
 SIGNS = '\\"\n\t\x01 a/}é['
 
 
-def test_a_pattern_means_the_same_whatever_json_escapes() -> None:
+def test_a_pattern_applies_to_the_value_and_not_to_its_json_escapes() -> None:
     right = 0
     for seed in range(60):
         rng = random.Random(seed)
@@ -189,7 +189,7 @@ REFERRED = {"type": "array", "items": {"enum": [7]}, "maxItems": 1}
         {"allOf": [{"$ref": "#/allOf/1"}, REFERRED]},
     ],
 )
-def test_references_lead_where_the_author_means(schema: dict[str, Any]) -> None:
+def test_every_form_of_reference_is_resolved(schema: dict[str, Any]) -> None:
     matcher = of_schema(schema)
     assert [allows(matcher, text) for text in ("[]", "[7]", "[8]", "[7,7]", '"x"')] == [
         True,
@@ -200,7 +200,7 @@ def test_references_lead_where_the_author_means(schema: dict[str, Any]) -> None:
     ]
 
 
-def test_alternatives_that_are_told_apart_by_a_tag_are_held_where_they_are_referred_to() -> None:
+def test_references_to_alternatives_with_different_tags_are_enforced() -> None:
     """References to alternatives that differ in a tag are enforced.
 
     pydantic writes unions in this form, with open objects.
@@ -221,7 +221,7 @@ NO_SCHEMAS: tuple[Any, ...] = (None, 3, "text", [{"type": "string"}])
 
 
 @pytest.mark.parametrize("nothing", NO_SCHEMAS, ids=str)
-def test_what_is_no_schema_costs_the_others_nothing(nothing: Any) -> None:
+def test_an_invalid_property_schema_leaves_the_other_properties_enforced(nothing: Any) -> None:
     whole = {"type": "object", "properties": {"hard": nothing, "n": {"enum": [1]}}}
     kept, words = loosened(whole)
     assert words == ("schema",)
@@ -232,7 +232,7 @@ def test_what_is_no_schema_costs_the_others_nothing(nothing: Any) -> None:
         assert isinstance(loosened({"properties": {"a": {word: nothing}}})[1], tuple)
 
 
-def test_a_set_is_a_list_and_the_word_is_named() -> None:
+def test_a_set_is_treated_as_a_list_and_the_keyword_is_named() -> None:
     """A set is treated as a list, and the keyword is named.
 
     pydantic writes `set[int]` in this form. A grammar cannot compare items, but a program can.
@@ -265,7 +265,9 @@ def test_a_set_is_a_list_and_the_word_is_named() -> None:
         ("unevaluatedProperties", {"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}),
     ],
 )  # fmt: skip
-def test_what_cant_be_said_is_named_and_the_rest_is_held(word: str, schema: dict[str, Any]) -> None:
+def test_an_unsupported_keyword_is_named_and_the_rest_of_the_schema_is_enforced(
+    word: str, schema: dict[str, Any]
+) -> None:
     whole = {
         "type": "object",
         "properties": {"hard": schema, "n": {"enum": [1]}},
@@ -291,7 +293,7 @@ def test_what_cant_be_said_is_named_and_the_rest_is_held(word: str, schema: dict
     "bounds",
     [(-(2**71), 2**71), (-1e300, 1e300), (-(2**63), 2**63 - 1), (0, 2**63 - 1), (-(2**80), 5)],
 )
-def test_bounds_beyond_64_bits_are_those_of_what_can_be_written(
+def test_bounds_beyond_64_bits_are_limited_to_representable_numbers(
     bounds: tuple[float, float],
 ) -> None:
     for word in ("integer", "number"):
@@ -326,7 +328,7 @@ FORMATS_NEARLY: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("kind", FORMATS_NEARLY)
-def test_formats_of_the_specification_are_held(kind: str) -> None:
+def test_string_formats_of_the_specification_are_enforced(kind: str) -> None:
     matcher = of_schema({"type": "string", "format": kind})
     good, bad = FORMATS_NEARLY[kind]
     assert all(allows(matcher, json.dumps(text, ensure_ascii=False)) for text in good)
@@ -334,7 +336,7 @@ def test_formats_of_the_specification_are_held(kind: str) -> None:
     assert allows(of_schema({"type": "string", "format": "path"}), '"any text"')
 
 
-def test_ids_and_measurements_of_others_fit() -> None:
+def test_large_ids_and_exponent_numbers_are_allowed() -> None:
     for value in (
         1311111111111111111,
         6.02214076e23,
@@ -349,14 +351,14 @@ def test_ids_and_measurements_of_others_fit() -> None:
         )
 
 
-def test_what_is_indented_is_allowed() -> None:
+def test_indented_json_is_allowed() -> None:
     deep: Any = 1
     for _ in range(5):
         deep = {"a": [deep]}
     assert allows(of_schema({"type": "object"}), json.dumps(deep, indent=2))
 
 
-def test_a_schema_in_a_grammar_goes_through_the_same_door() -> None:
+def test_a_schema_inside_a_grammar_is_converted_too() -> None:
     schema = {"type": "integer", "minimum": -(2**71)}
     said = schemas_in(f'start: "%json {{" /%json/ %json {json.dumps(schema)} // %json {{\n')
     assert str(2**71) not in said
@@ -364,7 +366,7 @@ def test_a_schema_in_a_grammar_goes_through_the_same_door() -> None:
     assert "// %json {\n" in said
 
 
-def test_one_that_is_nested_without_end_is_refused() -> None:
+def test_a_schema_nested_too_deeply_is_refused() -> None:
     deep: Any = {}
     for _ in range(5000):
         deep = {"items": deep}

@@ -22,14 +22,14 @@ def optional(n: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("n", [300, 1000])
-def test_a_long_schema_is_made_as_loose_as_a_short_one(n: int) -> None:
+def test_a_long_schema_is_loosened_like_a_short_one(n: int) -> None:
     schema = {**optional(n), "not": {"required": ["p1"]}}
     assert len(json.dumps(schema)) > loosening.SHORT_CHARS
     assert loosened(schema) == json_schema.loosened(schema)
     assert "not" in loosened(schema)[1]
 
 
-def test_too_much_work_is_refused_and_not_left_out() -> None:
+def test_a_schema_that_takes_too_long_to_check_is_refused() -> None:
     for n in (16_384, 8192):
         with pytest.raises(UnsupportedError, match="can't be checked: it takes more than 1 s"):
             enforceable(("loose_schema", json.dumps(optional(n))))
@@ -63,7 +63,7 @@ def test_one_large_schema_is_checked_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     assert len(refused) == 1
 
 
-def test_a_reason_takes_no_longer_for_a_long_message() -> None:
+def test_finding_a_reason_takes_no_longer_for_a_long_message() -> None:
     """llguidance's message contains the answer so far. A message of this length once took
     minutes."""
     assert reason_of("k" * 2**20).words == ()
