@@ -28,7 +28,7 @@ TASK = "{http://schemas.microsoft.com/windows/2004/02/mit/task}"
 
 
 @given(st.lists(xml_text, min_size=1))
-def test_a_plist_holds_the_command_whatever_the_names(words: list[str]) -> None:
+def test_a_plist_contains_the_command_with_any_names(words: list[str]) -> None:
     read = plistlib.loads(agent(Service(tuple(words)), Path("/tmp/serve.log")).encode())
     assert read["ProgramArguments"] == words
     assert read["KeepAlive"] == {"SuccessfulExit": False}
@@ -36,7 +36,7 @@ def test_a_plist_holds_the_command_whatever_the_names(words: list[str]) -> None:
 
 
 @given(st.lists(xml_text, min_size=1, max_size=4))
-def test_a_task_holds_the_command_whatever_the_names(words: list[str]) -> None:
+def test_a_task_contains_the_command_with_any_names(words: list[str]) -> None:
     root = ElementTree.fromstring(task(Service(tuple(words)), "PC\\me & <you>").encode("utf-16"))
     execute = root.find(f"{TASK}Actions/{TASK}Exec")
     assert execute is not None
@@ -52,7 +52,7 @@ def launchd(home: Path, **answers: subprocess.CompletedProcess[str]) -> tuple[La
     return Launchd(home, 501, home / "logs" / "serve.log", call, wait=lambda _seconds: None), call
 
 
-def test_an_agent_takes_the_place_of_one_that_runs(tmp_path: Path) -> None:
+def test_installing_an_agent_replaces_a_running_one(tmp_path: Path) -> None:
     manager, call = launchd(
         tmp_path, bootout=answered(3, "", "Boot-out failed: 3: No such process")
     )
@@ -68,7 +68,7 @@ def test_an_agent_takes_the_place_of_one_that_runs(tmp_path: Path) -> None:
     assert manager.uninstall() == [manager.plist]
 
 
-def test_one_that_takes_its_time_to_leave_is_waited_for_and_a_refusal_is_said(
+def test_an_install_is_retried_while_the_old_agent_stops_and_then_reports_the_error(
     tmp_path: Path,
 ) -> None:
     manager, call = launchd(
@@ -79,7 +79,7 @@ def test_one_that_takes_its_time_to_leave_is_waited_for_and_a_refusal_is_said(
     assert len(call.asked) > 5
 
 
-def test_what_launchd_prints_is_read(tmp_path: Path) -> None:
+def test_the_output_of_launchd_is_parsed(tmp_path: Path) -> None:
     running = launchd(tmp_path, print=answered(0, recorded.LAUNCHD_RUNNING))[0].state()
     assert (running.running, running.pid, running.restarts, running.last_exit) == (
         True,
@@ -119,7 +119,7 @@ def test_a_task_is_made_from_its_definition_and_run(tmp_path: Path) -> None:
     assert not manager.definition.exists()
 
 
-def test_what_task_scheduler_says_is_read(tmp_path: Path) -> None:
+def test_the_output_of_task_scheduler_is_parsed(tmp_path: Path) -> None:
     def state(out: str) -> tuple[bool, bool, int | None]:
         found = windows(tmp_path, {"powershell": answered(0, out)})[0].state()
         return found.installed, found.running, found.last_exit
@@ -131,7 +131,7 @@ def test_what_task_scheduler_says_is_read(tmp_path: Path) -> None:
         state("Get-ScheduledTask : not recognized")
 
 
-def test_an_agent_that_was_stopped_is_loaded_by_a_restart(tmp_path: Path) -> None:
+def test_a_restart_loads_a_stopped_agent(tmp_path: Path) -> None:
     manager, call = launchd(tmp_path, print=answered(113, "", "Could not find service"))
     manager.restart()
     assert call.asked[-1] == f"launchctl bootstrap gui/501 {manager.plist}"

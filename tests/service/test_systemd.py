@@ -41,7 +41,7 @@ text = st.text(
 
 
 @given(st.lists(text, min_size=1, max_size=5))
-def test_a_unit_holds_the_command_whatever_the_names(words: list[str]) -> None:
+def test_a_unit_contains_the_command_with_any_names(words: list[str]) -> None:
     assert words_of(service_unit(Service(tuple(words)), backs_off=True)) == words
 
 
@@ -50,7 +50,7 @@ def test_a_line_break_is_refused() -> None:
         service_unit(Service(("a\nExecStart=/bin/other",)), backs_off=True)
 
 
-def test_the_server_alone_is_asked_to_stop_and_a_killed_ones_workers_may_write() -> None:
+def test_only_the_server_gets_the_stop_signal_and_workers_may_finish_writing() -> None:
     unit = service_unit(Service(("x",), settle=("x", "settle")), backs_off=True).splitlines()
     assert {
         "KillMode=process",
@@ -60,14 +60,14 @@ def test_the_server_alone_is_asked_to_stop_and_a_killed_ones_workers_may_write()
     } <= set(unit)
 
 
-def test_it_waits_longer_after_each_failure_where_systemd_knows_how() -> None:
+def test_restart_delays_grow_after_each_failure_if_systemd_supports_it() -> None:
     assert "RestartSteps=6" in service_unit(SERVE, backs_off=True)
     old = service_unit(SERVE, backs_off=False)
     assert "RestartSteps" not in old
     assert "StartLimitBurst=20" in old
 
 
-def test_limits_and_variables_are_said() -> None:
+def test_a_unit_contains_the_memory_limit_and_the_variables() -> None:
     unit = service_unit(
         Service(
             ("x",), environment={"HF_HOME": "/data/my $models%"}, memory_max_bytes=24_000_000_000
@@ -79,7 +79,7 @@ def test_limits_and_variables_are_said() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd here")
-def test_systemd_has_nothing_to_say_against_the_units(tmp_path: Path) -> None:
+def test_systemd_finds_no_fault_in_the_units(tmp_path: Path) -> None:
     """systemd's own checker finds no fault in either unit.
 
     Its messages about other units of this system are ignored.
@@ -133,7 +133,7 @@ def test_another_port_closes_the_old_socket_first_and_the_old_units_are_kept(
     assert not (manager.folder / "localllm.socket").exists()
 
 
-def test_its_words_are_read() -> None:
+def test_the_output_of_systemd_is_parsed() -> None:
     running = Systemd(
         Path("/nowhere"),
         Recorded({"systemctl --user show": answered(0, recorded.SYSTEMD_RUNNING)}),
@@ -161,7 +161,7 @@ def test_its_words_are_read() -> None:
     assert (none.installed, none.running) == (False, False)
 
 
-def test_no_manager_for_this_user_is_said_with_what_helps(
+def test_a_missing_user_manager_is_an_error_with_a_solution(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = Systemd(tmp_path, Recorded({"systemctl --user": answered(1, "", recorded.NO_BUS)}))
