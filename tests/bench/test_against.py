@@ -108,7 +108,7 @@ def bench(*arguments: str) -> Any:
     return CliRunner().invoke(all_commands.app, ["bench", *arguments])
 
 
-def test_two_real_servers_are_measured_in_turn_with_a_tokenizer_of_theirs(tiny_model: Path) -> None:
+def test_two_real_servers_are_measured_in_turn_with_one_servers_tokenizer(tiny_model: Path) -> None:
     with ExitStack() as stack:
         urls = []
         for _ in range(2):
@@ -139,7 +139,7 @@ def test_two_real_servers_are_measured_in_turn_with_a_tokenizer_of_theirs(tiny_m
     assert not found["faults"]
 
 
-def test_our_own_server_joins_where_a_model_is_named(tiny_model: Path) -> None:
+def test_our_own_server_is_measured_too_if_a_model_is_named(tiny_model: Path) -> None:
     said = Said()
     with scripted(said) as url:
         done = bench(
@@ -152,7 +152,7 @@ def test_our_own_server_joins_where_a_model_is_named(tiny_model: Path) -> None:
     assert "tokenizer of localllm" in found["tokens_counted"]
 
 
-def test_an_empty_answer_is_a_fault_that_is_told_and_stops_nothing() -> None:
+def test_an_empty_answer_is_reported_and_the_benchmark_continues() -> None:
     with (
         scripted(Said()) as good,
         scripted(Said(pieces=["", ""], usage={"completion_tokens": 128})) as empty,
@@ -176,7 +176,7 @@ def test_an_empty_answer_is_a_fault_that_is_told_and_stops_nothing() -> None:
     assert len([v for v in found["tables"][0]["values"][name] if v is not None]) == 3
 
 
-def test_a_server_that_counts_more_than_it_said_is_not_believed() -> None:
+def test_a_token_count_too_large_for_the_text_is_not_used() -> None:
     with scripted(Said(usage={"completion_tokens": 1000})) as url:
         target = against.target_of(url)
         found = against.run([target], ["single"], 1)
@@ -185,7 +185,7 @@ def test_a_server_that_counts_more_than_it_said_is_not_believed() -> None:
     assert "it reported 1000 tokens, but at most 60 " in "\n".join(found.lines())
 
 
-def test_drafted_tokens_come_several_in_a_piece_and_count() -> None:
+def test_drafted_tokens_in_one_chunk_are_all_counted() -> None:
     answer = StreamedAnswer(
         text="one two three four", gaps_s=[0.5, 0.5], usage={"completion_tokens": 5}
     )
@@ -196,7 +196,7 @@ def test_drafted_tokens_come_several_in_a_piece_and_count() -> None:
     ), "no word of its own"
 
 
-def test_a_character_of_several_tokens_is_no_stall_and_words_that_come_together_are(
+def test_a_chunk_of_one_character_is_no_stall_but_a_chunk_of_words_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Counter, "tokens_in", lambda _self, text: 3 if "…" in text else 1)
@@ -206,7 +206,7 @@ def test_a_character_of_several_tokens_is_no_stall_and_words_that_come_together_
     assert scenarios.per_token_s(0.3, "a") == 0.3
 
 
-def test_a_story_that_ends_before_the_newcomer_comes_is_followed_by_another() -> None:
+def test_a_story_that_ends_before_the_second_request_is_followed_by_another() -> None:
     stories: list[str] = []
     answered = threading.Event()
 
@@ -240,7 +240,7 @@ def test_stories_that_all_end_too_soon_are_a_fault() -> None:
     )
 
 
-def test_a_field_that_a_server_refuses_is_left_away_for_it() -> None:
+def test_a_field_that_a_server_refuses_is_not_sent_to_it_again() -> None:
     said = Said(refuses="ignore_eos")
     with scripted(said) as url:
         done = bench("--against", url, "--rounds", "2", "--scenarios", "single", "--json")
@@ -283,7 +283,7 @@ def test_a_malformed_stream_is_an_error_that_names_the_server(body: bytes, codin
         server.shutdown()
 
 
-def test_the_model_behind_a_hash_is_asked_for_else_the_first(
+def test_the_model_after_a_hash_is_requested_or_else_the_first_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOCALLLM_API_KEY", "secret")
@@ -322,12 +322,12 @@ def test_each_server_is_started_again_by_its_own_command(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://x:99999999", "http://[::1"])
-def test_what_is_no_address_is_refused_in_words(url: str) -> None:
+def test_an_invalid_address_is_refused_with_a_clear_error(url: str) -> None:
     with pytest.raises(UsageError, match="not a valid address"):
         against.target_of(url)
 
 
-def test_where_nobody_answers_the_address_is_named() -> None:
+def test_an_address_that_does_not_answer_is_named() -> None:
     with pytest.raises(BackendError, match="did not answer"):
         against.target_of("http://127.0.0.1:9")
 
@@ -339,7 +339,7 @@ def test_every_scenario_has_a_meaning_and_a_body() -> None:
         against.chosen("single,sinlge")
 
 
-def test_servers_of_one_machine_are_told_apart_within_80_columns() -> None:
+def test_servers_of_one_machine_have_different_labels_within_80_columns() -> None:
     """Servers of one machine have different labels within 80 columns.
 
     Cut after twelve characters, both would be 127.0.0.1:86.
@@ -362,7 +362,7 @@ def test_servers_of_one_machine_are_told_apart_within_80_columns() -> None:
         max_size=9,
     )
 )
-def test_ratios_are_of_the_rounds_in_which_both_gave_a_value(
+def test_ratios_use_only_the_rounds_in_which_both_servers_have_a_value(
     rounds: list[tuple[float | None, float | None]],
 ) -> None:
     scenarios = RoundComparison("x", "tok/s")
