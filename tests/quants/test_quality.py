@@ -111,7 +111,7 @@ def tokens_of(path: Path) -> list[int]:
     return tokens
 
 
-def test_figures_are_those_of_a_plain_computation(exact: Path, quant: Path, text: Path) -> None:
+def test_figures_equal_those_of_a_direct_computation(exact: Path, quant: Path, text: Path) -> None:
     body = measured(quant, "--against", exact, "--text", text, "--blocks", 3)
     tokens = tokens_of(exact)
     n_blocks = len(tokens) // BLOCK

@@ -189,7 +189,7 @@ def test_the_matrix_next_to_the_model_is_used_and_named(source: Path) -> None:
     assert tensors(with_it["path"]) != tensors(without["path"])
 
 
-def test_an_older_matrix_file_says_the_same(source: Path, tmp_path: Path) -> None:
+def test_an_older_matrix_format_gives_the_same_tensors(source: Path, tmp_path: Path) -> None:
     newer = write_matrix(source, tmp_path / "m.gguf")
     older = write_older_matrix(source, tmp_path / "m.dat")
     results = [
@@ -232,7 +232,7 @@ def test_a_matrix_of_another_model_is_refused(source: Path, tmp_path: Path) -> N
     assert not leftovers()
 
 
-def test_of_several_matrices_one_must_be_chosen(source: Path) -> None:
+def test_several_matrices_next_to_the_model_are_an_error_that_names_them(source: Path) -> None:
     for name in ("a.imatrix.gguf", "b.imatrix.gguf"):
         write_matrix(source, source.parent / name)
     with pytest.raises(UsageError, match=r"a\.imatrix\.gguf, b\.imatrix\.gguf"):
@@ -288,7 +288,7 @@ def test_an_unknown_quant_lists_the_known_ones(source: Path) -> None:
     assert not leftovers()
 
 
-def test_a_damaged_file_leaves_nothing(source: Path) -> None:
+def test_a_damaged_source_leaves_no_files(source: Path) -> None:
     data = source.read_bytes()
     source.write_bytes(data[: len(data) // 2])
     with pytest.raises(LocalLLMError) as refused:
