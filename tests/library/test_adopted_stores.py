@@ -97,7 +97,7 @@ def test_an_lmstudio_mlx_folder_is_found(home: Path) -> None:
 @pytest.mark.parametrize(
     "settings", [b"not json", b"[]", b'{"downloadsFolder": 7}', b'{"downloadsFolder": "/nowhere"}']
 )
-def test_damaged_lmstudio_settings_hide_nothing(home: Path, settings: bytes) -> None:
+def test_damaged_lmstudio_settings_hide_no_models(home: Path, settings: bytes) -> None:
     put(home / ".lmstudio/settings.json", settings)
     put(home / ".lmstudio/models/maker/Tiny/Tiny-Q8_0.gguf", b"GGUF" * 2)
     assert len(found("lmstudio")) == 1
@@ -174,7 +174,7 @@ def test_ollama_names_are_those_ollama_prints(
         assert resolve("tiny").path == model.path
 
 
-def test_an_ollama_store_elsewhere_and_several_names_of_one_file(
+def test_an_ollama_store_in_another_folder_counts_a_file_with_two_names_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = tmp_path / "moved"
@@ -186,7 +186,7 @@ def test_an_ollama_store_elsewhere_and_several_names_of_one_file(
     assert usage.size_bytes == len(b"GGUF weights"), "one file under two names is counted once"
 
 
-def test_an_ollama_projector_comes_along(home: Path) -> None:
+def test_an_ollama_model_is_found_with_its_projector(home: Path) -> None:
     ollama_model(
         home / ".ollama/models",
         b"GGUF w",
@@ -201,7 +201,7 @@ def test_an_ollama_projector_comes_along(home: Path) -> None:
     assert model.mmproj.read_bytes() == b"GGUF p"
 
 
-def test_what_ollama_holds_but_we_cannot_run_as_it_does_is_left_out(home: Path) -> None:
+def test_ollama_models_that_we_cannot_run_are_left_out(home: Path) -> None:
     models = home / ".ollama/models"
     ollama_model(
         models,
@@ -226,7 +226,7 @@ def test_what_ollama_holds_but_we_cannot_run_as_it_does_is_left_out(home: Path) 
     b'"sha256:../../../x", "size": 4}]}',
     b"[" * 100_000,
 ])  # fmt: skip
-def test_damaged_ollama_manifests_are_passed_over(home: Path, manifest: bytes) -> None:
+def test_damaged_ollama_manifests_are_skipped(home: Path, manifest: bytes) -> None:
     models = home / ".ollama/models"
     put(models / "manifests/registry.ollama.ai/library/bad/latest", manifest)
     ollama_model(models, b"GGUF good", "registry.ollama.ai", "library", "good", "latest")
@@ -326,7 +326,9 @@ def test_a_file_two_apps_share_is_listed_once(home: Path) -> None:
 
 
 @pytest.mark.parametrize("origin", ["lmstudio", "folder"])
-def test_what_is_not_ours_is_not_removed(home: Path, tmp_path: Path, origin: str) -> None:
+def test_models_of_other_applications_are_not_removed(
+    home: Path, tmp_path: Path, origin: str
+) -> None:
     if origin == "lmstudio":
         file = put(home / ".lmstudio/models/maker/Tiny/Tiny-Q8_0.gguf", b"GGUF" * 2)
     else:

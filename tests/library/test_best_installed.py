@@ -51,7 +51,7 @@ def ollamas_layout(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_a_model_in_ollamas_own_layout_is_passed_over_with_a_message(
+def test_a_model_in_ollamas_own_layout_is_skipped_with_a_message(
     tmp_path: Path,
     home: Path,
     monkeypatch: pytest.MonkeyPatch,

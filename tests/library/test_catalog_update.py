@@ -83,7 +83,7 @@ def run(*arguments: str) -> str:
     return result.output
 
 
-def test_what_the_hub_lists_replaces_what_was_constructed(stocked: Hub) -> None:
+def test_the_hubs_listing_replaces_estimated_variants(stocked: Hub) -> None:
     before = {v.quant: v for v in load_catalog().by_id[MODEL].variants}
     assert before["Q4_K_M"].is_estimate
     said = run("update", MODEL)
@@ -108,7 +108,7 @@ def test_a_dry_run_writes_nothing_and_other_models_stay(stocked: Hub) -> None:
     assert {m.id: m.variants for m in load_catalog().models if m.id != MODEL} == others
 
 
-def test_a_repository_that_is_gone_keeps_what_was_listed(hub: Hub) -> None:
+def test_a_repository_that_is_gone_keeps_its_listed_variants(hub: Hub) -> None:
     said = run("update", MODEL)
     assert f"not read: {REPO}" in said
     quants = {v.quant for v in load_catalog().by_id[MODEL].variants if v.format == "gguf"}
@@ -148,7 +148,7 @@ def test_a_model_that_comes_as_a_package_stays_as_it_is(hub: Hub) -> None:
     assert kept == [(v.quant, v.file_bytes, v.files) for v in before if v.repo.startswith("pypi:")]
 
 
-def test_offline_it_is_refused() -> None:
+def test_an_update_is_refused_offline() -> None:
     with pytest.raises(UsageError):
         run("update", "--offline")
 
@@ -163,7 +163,7 @@ def test_the_age_is_that_of_the_newest_listing(tmp_path: Path) -> None:
     assert age_days(tmp_path, later) == 1
 
 
-def test_old_listings_are_said_to_be_old() -> None:
+def test_recommend_notes_that_listings_are_old() -> None:
     device = resolve("RTX 4090")
     answer = recommend(device, [load_catalog().by_id["qwen3-8b"]], Workload())
     assert "catalog update" not in "\n".join(table(answer, device, listings_days=OLD_DAYS))
@@ -172,9 +172,7 @@ def test_old_listings_are_said_to_be_old() -> None:
     assert "localllm catalog update" in old
 
 
-def test_a_model_nobody_knows_is_added_from_the_header_of_its_file(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_an_unknown_model_is_added_from_the_header_of_its_file(hub: Hub, tmp_path: Path) -> None:
     file = tiny_gguf.write_hybrid(tmp_path / "model.gguf")
     hub.add("somebody/Newest-1B-GGUF", {"Newest-1B-Q8_0.gguf": file.read_bytes()})
     read = from_gguf.model_from_gguf(gguf.read(file))
@@ -218,7 +216,7 @@ UNREAD = (
 @pytest.mark.parametrize(
     "template", [*UNREAD, "{% if tools %}<tool_call>{% endif %}", "{{ messages }}"]
 )
-def test_a_model_whose_calls_the_server_refuses_is_none_for_coding(
+def test_a_model_without_supported_tool_calls_is_not_listed_for_coding(
     hub: Hub, tmp_path: Path, template: str
 ) -> None:
     file = tiny_gguf.write_llama(tmp_path / "model.gguf", template=template)
@@ -230,7 +228,7 @@ def test_a_model_whose_calls_the_server_refuses_is_none_for_coding(
     assert "chat" in added.purposes
 
 
-def test_a_repository_without_gguf_files_adds_nothing_and_says_what_to_name(hub: Hub) -> None:
+def test_a_repository_without_gguf_files_is_an_error_and_adds_no_model(hub: Hub) -> None:
     hub.add("somebody/Other", {"README.md": b"nothing"})
     with pytest.raises(DownloadError, match="has no GGUF files"):
         run("update", "somebody/Other")

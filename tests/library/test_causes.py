@@ -72,21 +72,23 @@ OLLAMAS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("made", OLLAMAS)
-def test_ollamas_own_layouts_are_called_so(tmp_path: Path, made: dict[str, Any]) -> None:
+def test_a_file_in_ollamas_own_layout_is_an_error_that_names_the_layout(
+    tmp_path: Path, made: dict[str, Any]
+) -> None:
     with pytest.raises(ModelFileError, match="Ollama's own layout") as e:
         read_model(model(tmp_path / "m.gguf", **made))
     assert "run it with Ollama" in e.value.hint
     assert "download" not in e.value.hint
 
 
-def test_four_rope_sections_are_llama_cpps(tmp_path: Path) -> None:
+def test_a_file_with_four_rope_sections_is_accepted(tmp_path: Path) -> None:
     read_model(
         model(tmp_path / "m.gguf", "qwen3vl", qwen3vl__rope__dimension_sections=[24, 20, 20, 0])
     )
 
 
 @pytest.mark.parametrize("size", [5 << 20, 9 << 20, 30 << 20])
-def test_a_long_string_that_nobody_reads_is_stepped_over(tmp_path: Path, size: int) -> None:
+def test_a_long_unused_string_in_a_header_is_skipped(tmp_path: Path, size: int) -> None:
     path = model(
         tmp_path / "m.gguf", tokenizer__huggingface__json="x" * size, tokenizer__after="here"
     )
@@ -108,7 +110,7 @@ PLACES: list[tuple[bytes, str, str]] = [
 
 
 @pytest.mark.parametrize(("content", "said", "hint"), PLACES)
-def test_what_lies_in_a_files_place_is_named(
+def test_other_content_in_place_of_a_gguf_is_named(
     tmp_path: Path, content: bytes, said: str, hint: str
 ) -> None:
     (tmp_path / "m.gguf").write_bytes(content)
@@ -129,7 +131,7 @@ def test_formats_of_another_program_name_it(tmp_path: Path, number: int) -> None
 
 
 @pytest.mark.parametrize("key", ["block_count", "embedding_length"])
-def test_a_whole_file_that_lacks_something_is_not_to_be_fetched_again(
+def test_a_complete_file_without_a_needed_key_is_not_to_be_downloaded_again(
     tmp_path: Path, key: str
 ) -> None:
     content = model(tmp_path / "m.gguf").read_bytes()

@@ -48,7 +48,7 @@ def quants(model: Model) -> list[tuple[str, str, int]]:
 @pytest.mark.parametrize(
     "form", [REPO, f"hf.co/{REPO}", f"https://huggingface.co/{REPO}", "qwen/qwen3-8b-gguf"]
 )
-def test_a_repository_of_the_catalog_is_its_files_there_and_nobody_is_asked(
+def test_a_repository_of_the_catalog_is_described_without_a_request(
     form: str, known: Catalog
 ) -> None:
     model, quant = describe(form, known, offline=True)
@@ -63,7 +63,7 @@ def test_a_models_own_repository_means_all_of_its_files(known: Catalog) -> None:
     assert model == known.by_id["qwen3-8b"]
 
 
-def test_the_address_of_a_file_is_that_file(known: Catalog) -> None:
+def test_the_address_of_a_file_selects_that_file(known: Catalog) -> None:
     file = next(v for v in known.by_id["qwen3-8b"].variants if v.repo == REPO and v.files)
     model, _ = describe(
         f"https://huggingface.co/{REPO}/blob/main/{file.files[0]}", known, offline=True
@@ -76,13 +76,13 @@ def test_the_address_of_a_file_is_that_file(known: Catalog) -> None:
     ["qwen3-8b:Q99", f"{REPO}:Q99", f"hf.co/{REPO}:Q99", "Qwen/Qwen3-8B:Q99", "somebody/else", "nothing", "./no.gguf",
      "./no.gguf:Q4_K_M", f"https://huggingface.co/{REPO}/blob/main/other.gguf"],
 )  # fmt: skip
-def test_what_is_not_there_is_an_error_in_every_form(form: str, known: Catalog) -> None:
+def test_a_missing_model_is_an_error_in_every_form_of_reference(form: str, known: Catalog) -> None:
     with pytest.raises(ModelNotFoundError):
         describe(form, known, offline=True)
 
 
 @pytest.mark.parametrize("form", [":Q4_K_M", "https://example.com/x.gguf", "../a/b:Q4"])
-def test_what_is_no_reference_is_said_to_be_none(form: str, known: Catalog) -> None:
+def test_an_invalid_reference_is_refused(form: str, known: Catalog) -> None:
     with pytest.raises((UsageError, ModelNotFoundError)):
         describe(form, known, offline=True)
 
@@ -133,9 +133,7 @@ def test_an_unknown_repository_is_read_from_one_header(
         describe("somebody/Newest-1B-GGUF:Q99", known)
 
 
-def test_a_repository_that_the_catalog_does_not_list_of_a_model_it_knows(
-    hub: Hub, known: Catalog
-) -> None:
+def test_an_unlisted_repository_of_a_known_model_is_described(hub: Hub, known: Catalog) -> None:
     """An unlisted repository of a known model.
 
     The sizes come from the hub's listing, the shapes from the catalog. Files that are not the

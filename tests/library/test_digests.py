@@ -21,7 +21,7 @@ def _sha256(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def test_a_file_that_nobody_published_has_digits_of_its_own_until_it_changes(
+def test_an_unpublished_file_keeps_its_own_digest_until_it_changes(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "own.gguf"
@@ -61,7 +61,7 @@ def test_several_files_have_the_hash_of_their_hashes(tmp_path: Path) -> None:
     assert model_digest(_local(*parts, origin="hf-cache")) == _sha256(lines.encode())
 
 
-def test_what_was_read_is_known_until_it_is_written_to(tmp_path: Path) -> None:
+def test_a_computed_hash_is_remembered_until_the_file_changes(tmp_path: Path) -> None:
     file = tmp_path / "own.gguf"
     file.write_bytes(b"weights")
     digests.kept.path.parent.mkdir(parents=True, exist_ok=True)

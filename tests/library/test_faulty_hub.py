@@ -211,20 +211,20 @@ def met_and_survived(runs: tuple[Counter[str], Counter[str]]) -> bool:
     return sum(faults.values()) > n_runs and ends["whole"] > n_runs / 2 and ends["error"] > 0
 
 
-def test_24_faulty_runs(
+def test_24_downloads_from_a_faulty_hub_end_correctly(
     hub: Hub, cache: Path, small_disk: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert met_and_survived(run_all(range(24), hub, cache, small_disk, monkeypatch))
 
 
 @pytest.mark.long
-def test_200_faulty_runs(
+def test_200_downloads_from_a_faulty_hub_end_correctly(
     hub: Hub, cache: Path, small_disk: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert met_and_survived(run_all(range(1000, 1000 + _RUNS), hub, cache, small_disk, monkeypatch))
 
 
-def test_a_disk_that_fills_up_during_a_download(
+def test_a_download_resumes_after_a_full_disk(
     hub: Hub, small_disk: Path | None, monkeypatch: pytest.MonkeyPatch, patience: Patience
 ) -> None:
     if small_disk is None:

@@ -91,7 +91,7 @@ def model_files(model: str, params: float, quants: list[str], split: int) -> lis
     seed=st.integers(0, 9),
 )
 @settings(max_examples=examples(300))
-def test_a_quants_label_selects_a_whole_model_of_that_quant_or_says_what_there_is(
+def test_a_quant_label_selects_a_complete_model_of_that_quant_or_lists_the_available_ones(
     model: str,
     params: float,
     quants: list[str],
@@ -121,7 +121,7 @@ def test_a_quants_label_selects_a_whole_model_of_that_quant_or_says_what_there_i
             assert set(picked.files) <= set(models)
 
 
-def test_two_models_of_one_quant_are_never_chosen_between() -> None:
+def test_two_models_of_one_quant_are_an_error_that_names_both() -> None:
     there = Listing("org/name", "a" * 40, (
         file("Deck-Q6_K-MTP.gguf", 34 * GB), file("Deck-Q6_K-PT-MTP.gguf", 34 * GB),
         file("Deck-Q4_K_M-MTP.gguf", 25 * GB),
@@ -139,7 +139,7 @@ def test_two_models_of_one_quant_are_never_chosen_between() -> None:
     )
 
 
-def test_a_draft_model_is_a_model_where_nothing_else_lies_beside_it() -> None:
+def test_a_draft_model_alone_in_a_repository_is_listed_as_a_model() -> None:
     there = Listing(
         "org/name",
         "a" * 40,
@@ -148,7 +148,7 @@ def test_a_draft_model_is_a_model_where_nothing_else_lies_beside_it() -> None:
     assert len(variants.selections(there)) == 2
 
 
-def test_a_projector_goes_with_the_model_it_is_named_for() -> None:
+def test_a_projector_is_used_for_the_model_in_its_name() -> None:
     files = [
         file(n, GB)
         for n in ("Alpha-9B-Q4_K_M.gguf", "beta-26B-it-Q4_K_M.gguf", "beta-26B-it.mmproj-q8_0.gguf")
@@ -226,7 +226,7 @@ def test_a_folders_companions_are_named_and_not_listed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", HEADERS)
-def test_a_companion_named_by_its_path_is_called_what_it_is(folder: Path, kind: str) -> None:
+def test_a_companion_named_by_its_path_is_refused_with_its_kind(folder: Path, kind: str) -> None:
     path = folder / f"x{list(HEADERS).index(kind)}-Q8_0.gguf"
     for ask in (lambda: resolve(str(path)), lambda: read_model(path)):
         with pytest.raises(ModelFileError, match=kind) as e:
@@ -237,7 +237,7 @@ def test_a_companion_named_by_its_path_is_called_what_it_is(folder: Path, kind: 
     assert "Good-1B-Q4_K_M.gguf" in e.value.hint
 
 
-def test_projectors_in_a_folder_of_several_models_go_to_their_own(tmp_path: Path) -> None:
+def test_projectors_in_a_folder_of_several_models_are_matched_by_name(tmp_path: Path) -> None:
     for name in ("Alpha-9B-Q4_K_M", "Alpha-9B-Q8_0", "beta-26B-it-Q4_K_M", "Gamma-2B-Q8_0"):
         tiny_gguf.write_llama(tmp_path / f"{name}.gguf")
     companion(tmp_path / "beta-26B-it.mmproj-f16.gguf", "clip")
@@ -251,7 +251,7 @@ def test_projectors_in_a_folder_of_several_models_go_to_their_own(tmp_path: Path
     }  # fmt: skip
 
 
-def test_a_projector_named_for_another_model_is_nobodys_even_beside_one_model(
+def test_a_projector_named_for_another_model_is_not_used(
     tmp_path: Path,
 ) -> None:
     tiny_gguf.write_llama(tmp_path / "Qwen3-VL-8B-Q4_K_M.gguf")
@@ -263,7 +263,7 @@ def test_a_projector_named_for_another_model_is_nobodys_even_beside_one_model(
         made.unlink()
 
 
-def test_what_git_leaves_where_lfs_did_not_run_is_no_model(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_not_a_model(tmp_path: Path) -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4368439584\n"
     (tmp_path / "Qwen3-8B-Q4_K_M.gguf").write_bytes(pointer)
     with pytest.raises(UsageError, match=r"Qwen3-8B-Q4_K_M.gguf is a Git LFS pointer"):
@@ -283,7 +283,7 @@ def _rename(path: Path, name: str) -> None:
 # --- from a hub -----------------------------------------------------------------------------------
 
 
-def test_what_turns_out_to_be_no_model_is_passed_over_for_the_next(
+def test_a_file_whose_header_shows_no_model_is_skipped_for_the_next_file(
     hub: Hub, patience: Patience, tmp_path: Path
 ) -> None:
     model = tiny_gguf.write_llama(tmp_path / "m.gguf").read_bytes()
@@ -304,14 +304,14 @@ def test_what_turns_out_to_be_no_model_is_passed_over_for_the_next(
     assert len(described.layers) == len(read_model(tmp_path / "m.gguf").layers)
 
 
-def test_a_file_without_a_byte_is_no_variant(hub: Hub, patience: Patience) -> None:
+def test_an_empty_file_is_not_a_variant(hub: Hub, patience: Patience) -> None:
     hub.add("org/Empty-GGUF", {"zero-Q4_K_M.gguf": b"", "README.md": b"hi"})
     with pytest.raises(DownloadError, match=r"zero-Q4_K_M.gguf"):
         pull("org/Empty-GGUF", patience=patience)
 
 
 @pytest.mark.parametrize("ending", [".gguf", ".GGUF", ".Gguf"])
-def test_splits_are_found_whatever_their_ending_is_written_in(tmp_path: Path, ending: str) -> None:
+def test_splits_are_found_with_any_spelling_of_their_extension(tmp_path: Path, ending: str) -> None:
     writer = gguf.GGUFWriter(str(tmp_path / "Split-F32.gguf"), "llama", split_max_tensors=2)
     for name, value in {
         "block_count": 1,
@@ -336,7 +336,7 @@ def test_splits_are_found_whatever_their_ending_is_written_in(tmp_path: Path, en
     assert resolve("split-f32").path == resolve(f"{tmp_path}:F32").path == parts[0]
 
 
-def test_a_model_deep_in_folders_is_found_beside_a_large_tree(tmp_path: Path) -> None:
+def test_a_model_in_deeply_nested_folders_is_found(tmp_path: Path) -> None:
     deep = tmp_path.joinpath("z", *"abcdefghij")
     deep.mkdir(parents=True)
     tiny_gguf.write_llama(deep / "Deep-F32.gguf")

@@ -41,7 +41,7 @@ def ollama_store(folder: Path, gguf: Path) -> Path:
 
 
 @pytest.mark.parametrize("app", ["ollama", "lmstudio", "llama.cpp"])
-def test_pull_uses_what_another_application_holds_instead_of_fetching_it(
+def test_pull_uses_a_file_of_another_application_instead_of_downloading_it(
     hub: Hub,
     home: Path,
     tiny_model: Path,
@@ -70,7 +70,7 @@ def test_pull_uses_what_another_application_holds_instead_of_fetching_it(
     assert pull("maker/Tiny-1B-GGUF:Q8_0", patience=patience).origin == "hf-cache"
 
 
-def test_a_drive_that_is_unplugged_keeps_its_place_on_the_list(
+def test_an_adopted_folder_on_an_unplugged_drive_stays_adopted(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     folder = tmp_path / "drive"

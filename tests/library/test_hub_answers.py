@@ -37,7 +37,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("headers", REFUSALS)
 @pytest.mark.parametrize("refuses", ["api", "resolve", "everything"])
-def test_a_token_that_is_refused_does_not_close_what_is_public(
+def test_a_refused_token_does_not_block_public_files(
     stocked: Hub,
     patience: Patience,
     monkeypatch: pytest.MonkeyPatch,
@@ -64,7 +64,7 @@ def test_a_token_that_is_refused_does_not_close_what_is_public(
         assert "expired" in caplog.text
 
 
-def test_a_token_that_is_refused_is_named_where_nothing_is_public(
+def test_a_refused_token_is_named_if_the_repository_is_not_public(
     stocked: Hub, patience: Patience, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_expired")
@@ -92,7 +92,7 @@ FORBIDDEN: list[tuple[Answer, str, str]] = [
 
 
 @pytest.mark.parametrize(("answer", "said", "unsaid"), FORBIDDEN)
-def test_a_refusal_has_the_hubs_own_reason_or_is_not_the_hubs(
+def test_a_refusal_gives_the_hubs_reason_or_names_another_sender(
     stocked: Hub, patience: Patience, answer: Answer, said: str, unsaid: str
 ) -> None:
     stocked.scripted = lambda _: (answer[0], answer[1], dict(answer[2]))
@@ -103,7 +103,7 @@ def test_a_refusal_has_the_hubs_own_reason_or_is_not_the_hubs(
 
 
 @pytest.mark.parametrize("answer", [FORBIDDEN[0], FORBIDDEN[3]])
-def test_a_file_that_is_refused_says_the_same(
+def test_a_refused_file_gives_the_same_reason_as_a_refused_listing(
     stocked: Hub, patience: Patience, answer: tuple[Answer, str, str]
 ) -> None:
     status, body, headers = answer[0]
@@ -118,7 +118,7 @@ def test_a_file_that_is_refused_says_the_same(
     "body", [HTML, b"\n  <html>Welcome to the hotel</html>", b"<?xml version='1.0'?><x/>"]
 )
 @pytest.mark.parametrize("via", ["200", "302"])
-def test_a_page_in_the_hubs_place_is_called_one(
+def test_a_web_page_instead_of_the_hubs_answer_is_reported_as_such(
     stocked: Hub, patience: Patience, waits: list[float], body: bytes, via: str
 ) -> None:
     def page(seen: Seen) -> Answer:
@@ -136,7 +136,7 @@ def test_a_page_in_the_hubs_place_is_called_one(
     assert len(waits) == patience.listing_failures - 1, "it may pass"
 
 
-def test_the_reason_and_the_variable_are_named(
+def test_an_error_of_the_cache_or_offline_mode_names_the_reason_or_variable(
     hub: Hub, patience: Patience, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add(REPO, {"x-Q8_0.gguf": b"GGUF"})
@@ -167,7 +167,7 @@ def test_a_proxy_that_does_not_answer_is_named_without_its_password(
     {"rfilename": "x-Q8_0.gguf"}, {"rfilename": "x-Q8_0.gguf", "size": "5"}, {"rfilename": "x-Q8_0.gguf", "size": 5, "lfs": {}},
     {"rfilename": "x-Q8_0.gguf", "size": 5, "blobId": "a" * 40, "lfs": {"size": 5}}, {}, {"rfilename": None},
 ])  # fmt: skip
-def test_a_mirrors_listing_that_lacks_something_names_the_mirror(
+def test_an_unusable_listing_of_a_mirror_is_an_error_that_names_the_mirror(
     stocked: Hub, patience: Patience, spoilt: dict[str, object]
 ) -> None:
     stocked.api_override = {"siblings": [spoilt]}
@@ -178,7 +178,7 @@ def test_a_mirrors_listing_that_lacks_something_names_the_mirror(
 
 
 @pytest.mark.parametrize("token", ["hf_ü", "hf_模型", "hf_\x07", "“hf_x”"])
-def test_a_token_that_can_be_none_is_named(
+def test_a_malformed_token_is_refused_before_any_request(
     stocked: Hub, patience: Patience, monkeypatch: pytest.MonkeyPatch, token: str
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", token)
@@ -189,7 +189,7 @@ def test_a_token_that_can_be_none_is_named(
 
 
 @pytest.mark.parametrize("name", ["HF_HOME", "HF_HUB_CACHE"])
-def test_a_folder_that_is_a_file_is_named(
+def test_a_file_in_place_of_a_folder_is_named(
     stocked: Hub, patience: Patience, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -208,7 +208,7 @@ ODD = (
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_names_in_any_script_are_brought_and_found(
+def test_file_names_in_any_script_are_downloaded_and_found(
     hub: Hub, patience: Patience, tmp_path: Path, name: str
 ) -> None:
     from localllm.library.names import quant_of
@@ -225,7 +225,7 @@ def test_names_in_any_script_are_brought_and_found(
 @pytest.mark.parametrize(
     "name", ["bad\x1b[2J-Q8_0.gguf", "rl\u202eo-Q8_0.gguf", f"{'x' * 260}.gguf", "-rf-Q8_0.gguf"]
 )
-def test_names_that_can_be_no_file_are_refused_by_name(
+def test_a_name_that_is_not_valid_for_a_file_is_refused(
     hub: Hub, patience: Patience, name: str
 ) -> None:
     hub.add(REPO, {name: b"GGUF" * 4000})
@@ -237,7 +237,7 @@ def test_names_that_can_be_no_file_are_refused_by_name(
 @pytest.mark.parametrize("ending", [
     ("-split-a", "-split-b"), (".part1of2", ".part2of2"), ("-part-a", "-part-b"), (".part-00001", ".part-00002"), (".001", ".002"),
 ])  # fmt: skip
-def test_raw_parts_are_to_be_joined(
+def test_raw_parts_of_a_file_are_refused_because_they_must_be_joined(
     hub: Hub, patience: Patience, tmp_path: Path, ending: tuple[str, str]
 ) -> None:
     from localllm.library import store
@@ -270,7 +270,7 @@ CONFIG = {
 
 
 @pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "compressed-tensors", "bitsandbytes"])
-def test_weights_in_a_format_of_other_programs_do_not_travel(
+def test_weights_in_an_unsupported_format_are_not_downloaded(
     hub: Hub, patience: Patience, method: str
 ) -> None:
     config = {**CONFIG, "quantization_config": {"quant_method": method, "bits": 4}}

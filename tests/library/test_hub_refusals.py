@@ -47,7 +47,9 @@ def test_mlx_weights_that_the_index_names_are_all_needed(hub: Hub, patience: Pat
     assert weights_requested(hub) == []
 
 
-def test_a_request_that_awaits_a_review_has_the_hubs_words(hub: Hub, patience: Patience) -> None:
+def test_an_access_request_under_review_gives_the_hubs_message(
+    hub: Hub, patience: Patience
+) -> None:
     words = "Your request to access model org/Tiny is awaiting a review from the repo authors."
 
     def awaiting(_: Seen) -> tuple[int, bytes, dict[str, str]]:

@@ -38,7 +38,7 @@ def parses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], int]
     return lambda: len(seen)
 
 
-def test_models_are_equal_with_and_without_the_kept_parse(parses: Callable[[], int]) -> None:
+def test_models_are_equal_with_and_without_the_cached_parse(parses: Callable[[], int]) -> None:
     first, again = load_catalog(), load_catalog()
     assert parses() == 1
     assert first.models == again.models == catalog.load().models
@@ -54,9 +54,7 @@ def test_a_changed_file_is_parsed_again(parses: Callable[[], int], tmp_path: Pat
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"stamp": 1}', "null"])
-def test_a_damaged_cache_is_made_anew(
-    parses: Callable[[], int], tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_cache_is_rebuilt(parses: Callable[[], int], tmp_path: Path, damage: str) -> None:
     kept = tmp_path / "cache" / "catalog.json"
     kept.parent.mkdir()
     kept.write_text(damage)
@@ -65,16 +63,14 @@ def test_a_damaged_cache_is_made_anew(
     assert "qwen3.toml" in json.loads(kept.read_text())["value"]
 
 
-def test_without_a_place_to_keep_it_the_parse_is_used_as_it_is(
-    parses: Callable[[], int], tmp_path: Path
-) -> None:
+def test_a_parse_that_cannot_be_cached_is_used(parses: Callable[[], int], tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     assert load_catalog().models
     assert load_catalog().models
     assert parses() == 2
 
 
-def test_a_missing_file_is_said_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_catalog_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(catalog, "SOURCES_FILE", tmp_path / "sources.toml")
     with pytest.raises(BadCatalogError, match="sources"):
         catalog.read_sources()

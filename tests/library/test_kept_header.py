@@ -40,7 +40,7 @@ def test_a_second_reading_leaves_the_vocabulary_out(smollm2: Path) -> None:
     assert read_bytes[1] < 0.1 * read_bytes[0]
 
 
-def test_a_header_is_equal_with_and_without_what_is_kept(smollm2: Path, cache: Path) -> None:
+def test_a_header_is_equal_with_and_without_the_cache(smollm2: Path, cache: Path) -> None:
     assert read_header(smollm2) == read_header(smollm2) == gguf.read(smollm2)
     assert cache.exists()
 
@@ -48,7 +48,7 @@ def test_a_header_is_equal_with_and_without_what_is_kept(smollm2: Path, cache: P
 @pytest.mark.parametrize(
     "damage", ["", "[]", '{"KEY": 1}', '{"KEY": [[1]]}', '{"KEY": [["a", 2]]}']
 )
-def test_a_damaged_file_is_made_anew(smollm2: Path, cache: Path, damage: str) -> None:
+def test_a_damaged_cache_file_is_rewritten(smollm2: Path, cache: Path, damage: str) -> None:
     stat = smollm2.stat()
     key = f"{os.path.realpath(smollm2)}|{stat.st_size}|{stat.st_mtime_ns}"
     cache.parent.mkdir()
@@ -57,7 +57,7 @@ def test_a_damaged_file_is_made_anew(smollm2: Path, cache: Path, damage: str) ->
     assert cache.read_text() != damage
 
 
-def test_another_file_of_the_same_name_is_read_as_it_is(
+def test_a_replaced_file_of_the_same_name_is_read_again(
     smollm2: Path, few_layers: Path, cache: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "model.gguf"

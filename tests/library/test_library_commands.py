@@ -79,7 +79,7 @@ def test_pull_prints_the_path_and_nothing_else_to_stdout(published: Hub) -> None
     assert run_json("pull", f"{REPO}:Q8_0")["quant"] == "Q8_0"
 
 
-def test_pull_offline_says_what_is_in_the_way(published: Hub) -> None:
+def test_pull_offline_fails_for_a_missing_model_and_sends_no_request(published: Hub) -> None:
     with pytest.raises(DownloadError, match="offline"):
         run("pull", REPO, "--offline")
     assert not published.seen
@@ -126,7 +126,7 @@ def test_a_terminal_sees_size_speed_and_time_left(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("columns", [20, 40, 60, 80])
-def test_a_narrow_terminal_gets_one_line_all_the_same(
+def test_a_narrow_terminal_shows_progress_on_one_line(
     monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -134,7 +134,7 @@ def test_a_narrow_terminal_gets_one_line_all_the_same(
     assert max(len(part.removeprefix("\033[K")) for part in text.split("\r")) < columns
 
 
-def test_a_log_gets_a_plain_line_every_ten_seconds() -> None:
+def test_a_log_gets_a_progress_line_every_ten_seconds() -> None:
     text = lines_of([download(t / 10, t * 8_000_000) for t in range(300)], tty=False)
     assert text.count("\n") == 3
     assert "\r" not in text
@@ -144,7 +144,7 @@ def test_a_log_gets_a_plain_line_every_ten_seconds() -> None:
 @pytest.mark.parametrize(("seconds", "said"), [
     (0.4, "0.4 s"), (59.4, "59 s"), (150, "2.5 min"), (9000, "2.5 h"),
 ])  # fmt: skip
-def test_durations_are_as_precise_as_estimates_are(seconds: float, said: str) -> None:
+def test_durations_are_rounded_like_estimates(seconds: float, said: str) -> None:
     assert span(seconds) == said
 
 
@@ -182,7 +182,7 @@ def test_the_list_names_every_model_and_where_it_is(published: Hub) -> None:
     assert (row["repo"], row["origin"], row["files"]) == (REPO, "hf-cache", [row["path"]])
 
 
-def test_info_of_what_is_here_and_of_what_is_not(published: Hub) -> None:
+def test_info_describes_installed_and_catalog_models(published: Hub) -> None:
     run("pull", REPO)
     assert run_json("models", "info", REPO)["local"]["quant"] == "Q4_K_M"
     assert "KV each at f16" in run("models", "info", REPO).stdout
@@ -211,7 +211,7 @@ def test_rm_asks_first_and_frees_what_nothing_else_uses(published: Hub, cache: P
         run("models", "rm", REPO, "--yes")
 
 
-def test_rm_leaves_what_others_hold(home: Path, tiny_model: Path) -> None:
+def test_rm_refuses_a_model_of_another_application(home: Path, tiny_model: Path) -> None:
     folder = home / ".lmstudio" / "models" / "maker" / "Tiny"
     folder.mkdir(parents=True)
     shutil.copy(tiny_model, folder / "Tiny-Q4_0.gguf")
@@ -220,7 +220,7 @@ def test_rm_leaves_what_others_hold(home: Path, tiny_model: Path) -> None:
     assert (folder / "Tiny-Q4_0.gguf").exists()
 
 
-def test_verify_finds_a_flipped_bit_and_says_so_with_its_exit_code(published: Hub) -> None:
+def test_verify_exits_with_4_if_a_bit_was_flipped(published: Hub) -> None:
     path = Path(run("pull", REPO).stdout.strip())
     assert run("models", "verify").stdout.startswith("ok ")
     content = bytearray(path.read_bytes())
@@ -288,7 +288,7 @@ def test_adopt_and_forget(tmp_path: Path, tiny_model: Path) -> None:
         run("models", "adopt", str(folder), "--forget")
 
 
-def test_a_long_download_times_the_processor_meanwhile_once(
+def test_a_long_download_measures_the_machine_once_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from localllm.device import detect
@@ -328,7 +328,7 @@ def test_pulling_a_model_names_the_drafters_that_are_published_for_it() -> None:
     assert "`--draft /kept/d.gguf`" in pull.offered("qwen3.8-27b", trained, Path("/kept/d.gguf"))
 
 
-def test_a_script_is_told_where_the_drafter_lies(
+def test_the_json_output_of_pull_has_the_drafters_path(
     published: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published.add("org/heads", {"d.gguf": b"heads"})
@@ -344,19 +344,21 @@ def test_a_script_is_told_where_the_drafter_lies(
 @pytest.mark.parametrize(
     "ref", ["prism-ml/Ternary-Bonsai-2-27B-gguf:Q2_0", "Bonsai2-4B.gguf", "bonsai_2_27b"]
 )
-def test_what_the_engine_reads_wrong_without_saying_so_is_refused_by_name(ref: str) -> None:
+def test_pull_refuses_a_model_that_the_engine_reads_wrong_without_an_error(ref: str) -> None:
     with pytest.raises(ModelFileError, match="Bonsai 2"):
         fetch(ref)
 
 
-def test_a_file_of_that_name_is_refused_too(smollm2: Path, tmp_path: Path) -> None:
+def test_a_file_with_the_name_of_a_wrongly_read_model_is_refused_too(
+    smollm2: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "Ternary-Bonsai-2-27B-Q2_0.gguf"
     shutil.copyfile(smollm2, file)
     with pytest.raises(ModelFileError, match="Bonsai 2"):
         resolve(str(file))
 
 
-def test_its_older_sisters_are_not() -> None:
+def test_older_models_of_a_refused_family_are_accepted() -> None:
     refused = []
     for name in (
         "Bonsai-27B-Q1_0",

@@ -59,7 +59,7 @@ def test_one_fault_while_listing_is_survived(fault: str, hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("fault", CONTENT_FAULTS)
-def test_a_fault_that_never_ends_is_a_clear_error_or_is_overcome(
+def test_a_permanent_fault_is_a_clear_error_or_is_overcome(
     fault: str, hub: Hub, cache: Path
 ) -> None:
     hub.add(REPO, FILES)
@@ -88,7 +88,7 @@ def test_every_blob_of_a_cut_download_is_still_a_prefix(hub: Hub, cache: Path) -
     assert BODY.startswith(kept)
 
 
-def test_a_file_longer_than_a_server_gives_at_once_comes_in_spans(hub: Hub, tmp_path: Path) -> None:
+def test_a_file_longer_than_one_response_is_downloaded_in_ranges(hub: Hub, tmp_path: Path) -> None:
     hub.add(REPO, FILES)
     listing = list_files(REPO)
     file = listing.get("Some-Model-Q4_K_M.gguf")
@@ -104,7 +104,7 @@ def test_a_file_longer_than_a_server_gives_at_once_comes_in_spans(hub: Hub, tmp_
     assert hub.contents()[0].range == "bytes=0-39999"
 
 
-def test_a_dead_hub_is_said_to_be_dead_soon(
+def test_an_unreachable_hub_is_reported_within_ten_seconds(
     online: None, monkeypatch: pytest.MonkeyPatch, waits: list[float]
 ) -> None:
     with running(Hub()) as gone:

@@ -30,7 +30,7 @@ PLACES: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("name", "body"), [*listings(PLACES)], ids=[n for n, _ in listings(PLACES)]
 )
-def test_a_listing_is_read_or_refused_in_a_sentence(
+def test_a_malformed_listing_is_read_or_refused_with_a_short_error(
     hub: Hub, patience: Patience, name: str, body: Any
 ) -> None:
     sent = body()

@@ -98,7 +98,7 @@ def test_each_source_weighs_as_much_as_the_prediction(tmp_path: Path) -> None:
     assert three.basis == f"measured by others: {fast:.3g} (3 sources)"
 
 
-def test_a_prompt_speed_of_others_counts(tmp_path: Path) -> None:
+def test_a_prefill_speed_measured_by_others_changes_the_prediction(tmp_path: Path) -> None:
     device = resolve(MACHINE)
     before = speed.prefill(device, *file_of_model(), prompt_tokens=512)
     assert update(tmp_path, [row("issue 1", 30.0)]).exit_code == 0
@@ -151,7 +151,7 @@ def test_another_machine_or_file_and_impossible_speeds_change_no_plan(
     ],
     ids=str,
 )
-def test_lines_that_are_no_measurement_are_left_out(tmp_path: Path, line: Any) -> None:
+def test_lines_without_a_valid_measurement_are_left_out(tmp_path: Path, line: Any) -> None:
     done = update(tmp_path, [line, row("issue 2", 30.0)])
     assert done.exit_code == 0, done.output
     assert "speeds measured by others: 1 (sources: 1)" in done.output

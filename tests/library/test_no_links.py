@@ -25,9 +25,7 @@ def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "symlink_to", refuse)
 
 
-def test_files_lie_in_the_snapshot_are_found_verified_and_removed(
-    hub: Hub, patience: Patience
-) -> None:
+def test_files_without_links_are_found_verified_and_removed(hub: Hub, patience: Patience) -> None:
     files = {
         f"Tiny-{quant}.gguf": b"GGUF" + random.Random(quant).randbytes(199_996)
         for quant in ("Q4_K_M", "Q8_0")

@@ -55,7 +55,7 @@ def put(models: Path, content: bytes, *name: str) -> Path:
     return path
 
 
-def test_a_store_of_the_newer_layout_alone_is_found(models: Path) -> None:
+def test_a_store_with_only_the_newer_layout_is_found(models: Path) -> None:
     put(
         models,
         json.dumps(manifest(models, b"GGUF a")).encode(),
@@ -69,7 +69,7 @@ def test_a_store_of_the_newer_layout_alone_is_found(models: Path) -> None:
     assert (model.name, model.quant, model.path.read_bytes()) == ("tiny:1b", "Q4_K_M", b"GGUF a")
 
 
-def test_a_tag_that_links_to_its_manifest_among_the_blobs(models: Path) -> None:
+def test_a_tag_that_links_to_a_manifest_among_the_blobs_is_followed(models: Path) -> None:
     content = json.dumps(manifest(models, b"GGUF a")).encode()
     target = models / "blobs" / f"sha256-{hashlib.sha256(content).hexdigest()}"
     target.write_bytes(content)
@@ -79,7 +79,7 @@ def test_a_tag_that_links_to_its_manifest_among_the_blobs(models: Path) -> None:
     assert resolve("tiny").path.read_bytes() == b"GGUF a"
 
 
-def test_a_name_in_both_layouts_is_one_model_and_the_newer_says_which(models: Path) -> None:
+def test_a_name_in_both_layouts_is_one_model_from_the_newer_layout(models: Path) -> None:
     put(
         models,
         json.dumps(manifest(models, b"GGUF old")).encode(),
@@ -103,7 +103,7 @@ def test_a_name_in_both_layouts_is_one_model_and_the_newer_says_which(models: Pa
 
 
 @pytest.mark.parametrize("as_reference", [False, True])
-def test_of_a_list_the_manifest_for_llamacpp_is_run(models: Path, as_reference: bool) -> None:
+def test_the_llamacpp_manifest_of_a_manifest_list_is_used(models: Path, as_reference: bool) -> None:
     def child(weights: bytes, runner: str, form: str) -> dict[str, Any]:
         whole = manifest(models, weights, runner=runner, format=form)
         if not as_reference:
@@ -128,7 +128,7 @@ def test_of_a_list_the_manifest_for_llamacpp_is_run(models: Path, as_reference: 
 @pytest.mark.parametrize("children", [
     [], [{"digest": "sha256:../../x", "runner": "llamacpp"}], [{"digest": "sha256:" + "0" * 64, "runner": "ollama"}], [{}],
 ])  # fmt: skip
-def test_lists_that_name_nothing_are_passed_over(
+def test_manifest_lists_without_a_usable_entry_are_skipped(
     models: Path, children: list[dict[str, Any]]
 ) -> None:
     put(models, listed(*children), "manifests-v2", "ollama.com", "library", "t", "1b")

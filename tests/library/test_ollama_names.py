@@ -30,7 +30,7 @@ from localllm.library.installed_names import catalog_model
         ("qwen3-8b:Q8_0", "qwen3-8b", "Q8_0"),
     ],
 )
-def test_a_name_of_ollamas_library_is_the_catalogs_model(
+def test_an_ollama_library_name_selects_the_catalogs_model(
     typed: str, model_id: str, quant: str
 ) -> None:
     model, asked = catalog_model(typed, load_catalog())
@@ -41,6 +41,6 @@ def test_a_name_of_ollamas_library_is_the_catalogs_model(
 @pytest.mark.parametrize(
     "typed", ["llama3.2", "gpt-oss", "qwen3:7b", "llama3.3:8b", "gemma3:1000b"]
 )
-def test_a_name_without_one_model_is_none(typed: str) -> None:
+def test_an_ollama_name_without_one_catalog_model_selects_none(typed: str) -> None:
     model, _ = catalog_model(typed, load_catalog())
     assert model is None

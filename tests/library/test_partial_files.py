@@ -53,7 +53,7 @@ def test_a_cut_file_is_not_listed_wherever_it_is_cut(
 
 @pytest.mark.parametrize("name", ["half.gguf", "sha256-half"])
 @pytest.mark.parametrize("n_bytes", [2_000, -1000])
-def test_the_facts_of_a_cut_file_say_so(
+def test_info_reports_a_truncated_file_as_not_usable(
     name: str, n_bytes: int, tmp_path: Path, tiny_model: Path
 ) -> None:
     file = tmp_path / "mine" / name
@@ -68,7 +68,7 @@ def test_the_facts_of_a_cut_file_say_so(
     assert whole["local"]["fault"] == ""
 
 
-def test_a_file_is_listed_once_it_is_whole(folder: Path, tiny_model: Path) -> None:
+def test_a_file_is_listed_as_soon_as_it_is_complete(folder: Path, tiny_model: Path) -> None:
     assert [model.name for model in store.scan()] == ["whole-F32"]
     shutil.copy(tiny_model, folder / "half-F32.gguf")
     assert sorted(model.name for model in store.scan()) == ["half-F32", "whole-F32"]
@@ -129,7 +129,7 @@ def test_headers_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [file.name for file in found] == ["half-F32.gguf"]
 
 
-def test_damaged_and_unwritable_records_hide_nothing(
+def test_damaged_and_unwritable_records_hide_no_models(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCALLLM_CACHE_DIR", str(folder / "whole-F32.gguf"))
@@ -208,7 +208,9 @@ def test_a_folder_with_a_cut_shard_is_not_listed(content: bytes, why: str, tmp_p
 
 
 @pytest.mark.parametrize("header", [b"{}", b'{"a": 1}', b'{"a": {"data_offsets": []}}', b"{\xff}"])
-def test_a_header_of_another_form_is_left_to_the_engine(header: bytes, tmp_path: Path) -> None:
+def test_an_unknown_form_of_safetensors_header_is_not_a_fault(
+    header: bytes, tmp_path: Path
+) -> None:
     folder = write_folder(tmp_path / "odd-4bit", struct.pack("<Q", len(header)) + header + b" ")
     assert resolve(str(folder)).fault == ""
 

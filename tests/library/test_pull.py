@@ -82,12 +82,12 @@ def test_the_hub_gets_no_telemetry(hub: Hub) -> None:
     f"https://huggingface.co/{REPO}/blob/main/Tiny-1B-Q8_0.gguf",
     f"https://hf.co/{REPO}/resolve/main/Tiny-1B-Q8_0.gguf?download=true",
 ])  # fmt: skip
-def test_every_way_to_name_a_variant(hub: Hub, patience: Patience, ref: str) -> None:
+def test_every_way_to_name_a_variant_selects_it(hub: Hub, patience: Patience, ref: str) -> None:
     repo = hub.add(REPO, files("Q4_K_M", "Q8_0"))
     assert pull(ref, patience=patience).path.read_bytes() == repo.files["Tiny-1B-Q8_0.gguf"]
 
 
-def test_a_blob_that_was_damaged_since_is_fetched_again(
+def test_a_blob_damaged_after_its_download_is_downloaded_again(
     hub: Hub, cache: Path, patience: Patience
 ) -> None:
     repo = hub.add(REPO, files("Q4_K_M"))
@@ -104,13 +104,13 @@ def test_a_blob_that_was_damaged_since_is_fetched_again(
     assert not hub.contents()
 
 
-def test_an_empty_name_is_wrong_usage(hub: Hub) -> None:
+def test_an_empty_name_is_a_usage_error(hub: Hub) -> None:
     for command in (["pull", ""], ["models", "info", ""], ["serve", " "]):
         said = CliRunner().invoke(app, command)
         assert (type(said.exception), said.stdout) == (UsageError, ""), command
 
 
-def test_what_was_not_taken_of_a_repository_is_said(
+def test_pull_names_the_files_of_a_repository_that_it_leaves_out(
     hub: Hub, patience: Patience, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = {"old/Tiny-1B-Q4_K_M.gguf": content(7, 1000), "why?-Q4_K_M.gguf": content(8)}
@@ -135,7 +135,7 @@ def test_an_unknown_quant_says_which_there_are(hub: Hub, patience: Patience) -> 
     assert "Q4_K_M, Q8_0" in e.value.hint
 
 
-def test_a_split_gguf_comes_whole_and_its_first_part_is_the_path(
+def test_all_parts_of_a_split_gguf_are_downloaded_and_the_first_is_the_path(
     hub: Hub, patience: Patience
 ) -> None:
     parts = {f"Q4_K_M/Tiny-1B-Q4_K_M-{n:05d}-of-00003.gguf": content(n) for n in (1, 2, 3)}
@@ -149,7 +149,7 @@ def test_a_split_gguf_comes_whole_and_its_first_part_is_the_path(
         pull(f"{REPO}:Q8_0", patience=patience)  # the hub lacks a part, so it is not offered
 
 
-def test_the_projector_comes_only_when_asked_for(hub: Hub, patience: Patience) -> None:
+def test_the_projector_is_downloaded_only_on_request(hub: Hub, patience: Patience) -> None:
     hub.add(
         REPO,
         files("Q4_K_M") | {"mmproj-F16.gguf": content(7), "mmproj-F32.gguf": content(8, 500_000)},
@@ -161,7 +161,7 @@ def test_the_projector_comes_only_when_asked_for(hub: Hub, patience: Patience) -
     assert resolve(REPO).mmproj == local.mmproj
 
 
-def test_an_mlx_folder_comes_with_its_small_files_checked_by_gits_hash(
+def test_the_small_files_of_an_mlx_folder_are_checked_by_their_git_hash(
     hub: Hub, cache: Path, patience: Patience
 ) -> None:
     config = json.dumps(
@@ -244,7 +244,7 @@ def test_a_hub_that_lists_a_path_outside_the_repository_is_refused(
     {"siblings": [{"rfilename": "a-Q4_K_M.gguf", "size": -1, "blobId": "0" * 40}]},
     {"siblings": [{"rfilename": "a-Q4_K_M.gguf", "size": 5, "blobId": "../x"}]},
 ])  # fmt: skip
-def test_a_hub_whose_hashes_or_sizes_are_none_is_refused(
+def test_a_listing_with_invalid_hashes_or_sizes_is_refused(
     hub: Hub, patience: Patience, override: dict[str, object]
 ) -> None:
     hub.add(REPO, files("Q4_K_M"))
@@ -275,7 +275,7 @@ def test_an_unknown_repository_is_not_retried(
     assert not waits
 
 
-def test_what_does_not_fit_on_the_disk_is_refused_before_the_first_byte(
+def test_a_model_too_large_for_the_disk_is_refused_before_the_first_byte(
     hub: Hub, patience: Patience
 ) -> None:
     hub.add(REPO, files("Q4_K_M"))
@@ -289,7 +289,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_the_first_byte(
 # --- the network away -----------------------------------------------------------------------------
 
 
-def test_offline_uses_what_is_here_and_says_so_where_nothing_is(
+def test_pull_offline_uses_an_installed_model_or_fails_with_the_reason(
     hub: Hub, patience: Patience
 ) -> None:
     hub.add(REPO, files("Q4_K_M"))
@@ -303,7 +303,7 @@ def test_offline_uses_what_is_here_and_says_so_where_nothing_is(
 
 
 @pytest.mark.parametrize("fault", ["500", "429", "reset", "hang", "garbage"])
-def test_a_model_that_is_here_works_while_the_hub_does_not(
+def test_an_installed_model_works_while_the_hub_fails(
     hub: Hub, patience: Patience, fault: str
 ) -> None:
     hub.add(REPO, files("Q4_K_M"))
@@ -334,7 +334,7 @@ def test_progress_counts_up_to_the_total_and_says_what_it_does(
     assert moving
 
 
-def test_a_drafter_of_the_catalog_is_brought_once_and_found_for_its_model(
+def test_a_drafter_of_the_catalog_is_downloaded_once_and_found_for_its_model(
     hub: Hub, patience: Patience
 ) -> None:
     model = next(
@@ -352,7 +352,7 @@ def test_a_drafter_of_the_catalog_is_brought_once_and_found_for_its_model(
     assert not hub.contents()
 
 
-def test_a_drafter_for_mlx_is_brought_as_a_folder(hub: Hub, patience: Patience) -> None:
+def test_a_drafter_for_mlx_is_downloaded_as_a_folder(hub: Hub, patience: Patience) -> None:
     model = next(m for m in load_catalog().models if m.id == "qwen3.8-27b")
     (companion,) = (c for c in model.companions if c.folder)
     config = b'{"architectures": ["DFlash2DraftModel"], "dflash_config": {}}'
@@ -367,7 +367,7 @@ def test_a_drafter_for_mlx_is_brought_as_a_folder(hub: Hub, patience: Patience) 
     assert companion.repo in e.value.hint
 
 
-def test_of_a_repository_of_drafters_the_smallest_is_brought(hub: Hub, patience: Patience) -> None:
+def test_the_smallest_drafter_of_a_repository_is_downloaded(hub: Hub, patience: Patience) -> None:
     several = Companion("eagle3", "tiny-org/Tiny-EAGLE3-GGUF")
     hub.add(
         several.repo,

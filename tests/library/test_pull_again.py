@@ -22,7 +22,7 @@ from localllm.library.resolve import resolve
 from localllm.library.transfer import DownloadProgress
 
 
-def test_retry_after_is_honoured_and_a_long_one_ends_it(
+def test_retry_after_is_honoured_and_a_long_one_ends_the_pull(
     hub: Hub, patience: Patience, waits: list[float]
 ) -> None:
     hub.add(REPO, files("Q4_K_M"))
@@ -49,7 +49,7 @@ def test_retry_after_as_a_date_is_honoured(
 
 
 @pytest.mark.parametrize("date", ["Sun, 06 Nov 1994 08:49:37 GMT", "soon", "Sun, 99 Nov 2094"])
-def test_a_date_that_has_passed_and_no_date_leave_our_own_wait(
+def test_a_past_or_invalid_retry_after_date_is_replaced_by_our_own_wait(
     hub: Hub, patience: Patience, waits: list[float], date: str
 ) -> None:
     hub.add(REPO, files("Q4_K_M"))
@@ -94,7 +94,7 @@ def test_kill_9_during_a_download_then_again_resumes(
     assert not partial.exists()
 
 
-def test_an_interrupt_keeps_the_partial_and_the_next_pull_goes_on(
+def test_an_interrupt_keeps_the_partial_file_and_the_next_pull_resumes(
     hub: Hub, cache: Path, patience: Patience
 ) -> None:
     body = content(6, 3_000_000)
@@ -113,7 +113,7 @@ def test_an_interrupt_keeps_the_partial_and_the_next_pull_goes_on(
 @pytest.mark.parametrize(
     "left", ["prefix", "garbage of the same length", "too long", "wrong prefix"]
 )
-def test_whatever_an_earlier_run_left_ends_in_the_right_file(
+def test_a_partial_file_of_any_content_ends_in_the_right_file(
     hub: Hub, cache: Path, patience: Patience, left: str
 ) -> None:
     body = content(5)
@@ -139,7 +139,7 @@ def test_a_blob_another_program_left_wrong_is_not_accepted(
     assert pull(REPO, patience=patience).path.read_bytes() == body
 
 
-def test_a_hub_that_keeps_sending_another_content_ends_in_an_error_and_no_file(
+def test_a_hub_that_always_sends_wrong_content_causes_an_error_and_leaves_no_file(
     hub: Hub, cache: Path, patience: Patience
 ) -> None:
     hub.add(REPO, files("Q4_K_M"))

@@ -26,7 +26,7 @@ def http():
         yield client
 
 
-def test_a_model_comes_and_goes(hub: Hub, cache: Path, http: httpx.Client) -> None:
+def test_a_model_is_pulled_and_deleted_over_http(hub: Hub, cache: Path, http: httpx.Client) -> None:
     content = hub.add(REPO, files("Q4_K_M")).files["Tiny-1B-Q4_K_M.gguf"]
     lines = [
         json.loads(line)
@@ -68,7 +68,7 @@ def test_a_token_path_that_is_no_file_is_an_error_that_names_it(
     assert hub.seen == []
 
 
-def test_no_path_is_pulled_or_removed(hub: Hub, http: httpx.Client, tmp_path: Path) -> None:
+def test_a_path_is_refused_by_pull_and_delete(hub: Hub, http: httpx.Client, tmp_path: Path) -> None:
     file = tmp_path / "mine.gguf"
     file.write_bytes(b"GGUF")
     for ref in (
@@ -87,14 +87,16 @@ def test_no_path_is_pulled_or_removed(hub: Hub, http: httpx.Client, tmp_path: Pa
     assert file.exists()
 
 
-def test_another_applications_model_stays(hub: Hub, http: httpx.Client, smollm2: Path) -> None:
+def test_the_starter_model_is_not_deleted_over_http(
+    hub: Hub, http: httpx.Client, smollm2: Path
+) -> None:
     reply = http.request("DELETE", "/api/delete", json={"model": "smollm2-135m"})
     assert reply.status_code == 400
     assert "is the starter model" in reply.json()["error"]
     assert smollm2.exists()
 
 
-def test_an_unknown_model_says_so(hub: Hub, http: httpx.Client) -> None:
+def test_an_unknown_model_is_an_error_that_names_it(hub: Hub, http: httpx.Client) -> None:
     whole = http.post("/api/pull", json={"model": "nobody/nothing", "stream": False})
     assert whole.status_code in (404, 502)
     assert "nobody/nothing" in whole.json()["error"]

@@ -88,7 +88,7 @@ def test_content_is_never_fetched_from_another_kind_of_network(
 
 
 @pytest.mark.parametrize(("there", "word"), ELSEWHERE)
-def test_the_list_of_files_is_never_asked_of_another_kind_of_network(
+def test_the_list_of_files_is_never_requested_from_another_kind_of_network(
     hub: Hub, patience: Patience, waits: list[float], connected: list[str], there: str, word: str
 ) -> None:
     hub.api_location = there
@@ -98,7 +98,7 @@ def test_the_list_of_files_is_never_asked_of_another_kind_of_network(
     assert not waits
 
 
-def test_a_public_hub_leads_nobody_to_loopback(
+def test_a_public_hub_cannot_redirect_to_loopback(
     hub: Hub, patience: Patience, names: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A public hub cannot redirect a client to loopback.
@@ -129,7 +129,9 @@ def test_a_public_hub_leads_nobody_to_loopback(
         assert not inside.seen
 
 
-def test_every_hop_is_checked(patience: Patience, names: dict[str, str]) -> None:
+def test_every_hop_of_a_redirect_chain_is_checked(
+    patience: Patience, names: dict[str, str]
+) -> None:
     names.update(
         {
             "hub.example": "93.184.216.34",
@@ -154,7 +156,9 @@ def test_every_hop_is_checked(patience: Patience, names: dict[str, str]) -> None
     assert asked == ["hub.example", "cdn.example"]
 
 
-def test_a_hub_stays_among_the_addresses_it_was_configured_on(names: dict[str, str]) -> None:
+def test_a_private_hub_may_redirect_to_private_and_public_addresses_only(
+    names: dict[str, str],
+) -> None:
     names.update(
         {"mirror.example": "10.0.0.5", "store.example": "10.0.0.6", "cdn.example": "93.184.216.35"}
     )
@@ -170,7 +174,7 @@ def test_a_hub_stays_among_the_addresses_it_was_configured_on(names: dict[str, s
             rule.check(url)
 
 
-def test_a_name_only_the_proxy_knows_is_left_to_it(names: dict[str, str]) -> None:
+def test_a_host_that_only_the_proxy_resolves_is_allowed_if_encrypted(names: dict[str, str]) -> None:
     rule = RedirectRule("https://hub.invalid")
     rule.check("https://cdn.invalid/x")
     with pytest.raises(DownloadError, match="unencrypted"):
@@ -180,12 +184,12 @@ def test_a_name_only_the_proxy_knows_is_left_to_it(names: dict[str, str]) -> Non
 @pytest.mark.parametrize(
     "url", ["https://[::1/x", "https:///x", "https://hub.example:99999/x", "nowhere"]
 )
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_a_redirect_to_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(DownloadError, match="an unusable address"):
         RedirectRule("https://hub.example").check(url)
 
 
-def test_the_token_follows_the_list_of_files_to_no_other_host(
+def test_a_redirect_of_the_file_list_sends_the_token_to_no_other_host(
     hub: Hub, patience: Patience, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
@@ -206,5 +210,5 @@ def test_the_token_follows_the_list_of_files_to_no_other_host(
         ("fe80::1%eth0", "link-local"), ("100.64.0.1", "private"), ("fc00::1", "private"), ("240.0.0.1", "reserved"),
     ],
 )  # fmt: skip
-def test_the_kinds_of_addresses(address: str, kind: str) -> None:
+def test_each_address_has_its_kind(address: str, kind: str) -> None:
     assert address_kind(address) == kind

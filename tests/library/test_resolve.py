@@ -44,7 +44,7 @@ def no_starter(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- no model, and the starter --------------------------------------------------------------------
 
 
-def test_nothing_named_and_nothing_installed_is_the_starter(smollm2: Path) -> None:
+def test_the_starter_is_used_if_no_model_is_named_or_installed(smollm2: Path) -> None:
     assert starter.path() == smollm2
     with pytest.raises(UsageError, match="empty"):
         resolve("  ")
@@ -57,7 +57,7 @@ def test_nothing_named_and_nothing_installed_is_the_starter(smollm2: Path) -> No
         )
 
 
-def test_nothing_named_takes_the_biggest_chat_model_that_leaves_half_the_memory(
+def test_without_a_name_the_largest_chat_model_within_half_the_memory_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from models.tiny_gguf import write_llama
@@ -96,7 +96,7 @@ def with_template(folder: Path, padding: int) -> bytes:
 # --- paths ----------------------------------------------------------------------------------------
 
 
-def test_a_path_is_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_selects_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "Mine-1B-Q5_K_M.gguf"
     file.write_bytes(b"GGUF" * 2)
     local = resolve(str(file))
@@ -111,7 +111,7 @@ def test_a_path_is_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert resolve(".").path.resolve() == file
 
 
-def test_a_path_with_a_quant_is_the_file_of_that_quant(tmp_path: Path) -> None:
+def test_a_path_with_a_quant_selects_the_file_of_that_quant(tmp_path: Path) -> None:
     small, large = tmp_path / "Mine-1B-Q4_K_M.gguf", tmp_path / "Mine-1B-Q8_0.gguf"
     for file in (small, large):
         file.write_bytes(b"GGUF" * 2)
@@ -124,7 +124,7 @@ def test_a_path_with_a_quant_is_the_file_of_that_quant(tmp_path: Path) -> None:
         resolve(f"{tmp_path}/other.gguf:Q8_0")
 
 
-def test_any_part_of_a_split_model_means_all_of_it(tmp_path: Path) -> None:
+def test_any_part_of_a_split_model_selects_all_of_its_parts(tmp_path: Path) -> None:
     parts = [tmp_path / f"Big-Q8_0-{n:05d}-of-00003.gguf" for n in (1, 2, 3)]
     for part in parts:
         part.write_bytes(b"GGUF" * 2)
@@ -161,7 +161,7 @@ def test_an_mlx_folder_needs_all_its_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ref", ["/nowhere/x.gguf", "x.gguf", "./nothing", "~/nothing"])
-def test_a_path_that_is_not_there(ref: str) -> None:
+def test_a_missing_path_is_an_error_with_a_hint(ref: str) -> None:
     with pytest.raises(ModelNotFoundError) as e:
         resolve(ref)
     assert e.value.exit_code == 3
@@ -204,7 +204,7 @@ def test_an_mlx_repository_answers_to_the_catalogs_id(monkeypatch: pytest.Monkey
     assert resolve("qwen3-0.6b").name in ("qwen3-0.6b", "Qwen3-0.6B-4bit")
 
 
-def test_a_known_model_that_is_not_here_says_the_command_that_fetches_it() -> None:
+def test_the_error_for_a_known_model_that_is_not_installed_names_the_pull_command() -> None:
     with pytest.raises(ModelNotFoundError) as e:
         resolve("qwen3-8b:Q4_K_M")
     assert "`localllm pull qwen3-8b:Q4_K_M`" in e.value.hint
@@ -214,7 +214,7 @@ def test_a_known_model_that_is_not_here_says_the_command_that_fetches_it() -> No
     assert "installed: Q8_0" in e.value.hint
 
 
-def test_a_slip_of_the_finger_is_met_with_what_is_near() -> None:
+def test_a_mistyped_name_is_answered_with_similar_names() -> None:
     cached("maker/My-Finetune-GGUF", "My-Finetune-Q4_K_M.gguf")
     with pytest.raises(ModelNotFoundError) as e:
         resolve("qwn3-8b")
@@ -224,7 +224,7 @@ def test_a_slip_of_the_finger_is_met_with_what_is_near() -> None:
     assert "My-Finetune-Q4_K_M" in e.value.hint
 
 
-def test_a_quant_in_the_name_means_no_other() -> None:
+def test_a_quant_in_the_name_selects_only_that_quant() -> None:
     cached("maker/Tiny-GGUF", "Tiny-Q4_K_M.gguf")
     for ref in ("tiny", "tiny:Q4_K_M", "Tiny-Q4_K_M"):
         assert resolve(ref).quant == "Q4_K_M"
@@ -259,7 +259,7 @@ KNOWN = catalogs.load()
 
 @settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(alphabet=st.sampled_from("abQ4_K.M:/\\-~%@ é\0\n"), max_size=30))
-def test_any_text_is_a_model_or_an_error_of_ours(ref: str) -> None:
+def test_any_text_selects_a_model_or_raises_our_own_error(ref: str) -> None:
     with contextlib.suppress(LocalLLMError):
         assert resolve(ref, catalog=KNOWN).path.exists()
 
@@ -274,7 +274,7 @@ def test_any_text_is_a_model_or_an_error_of_ours(ref: str) -> None:
     "https://huggingface.co/a/b/resolve/main/../../x.gguf",
     "https://huggingface.co/a/b/resolve/..%2f..%2fx/y.gguf",
 ])  # fmt: skip
-def test_references_in_which_a_path_could_hide(ref: str) -> None:
+def test_references_that_could_contain_a_path_are_refused(ref: str) -> None:
     with pytest.raises((UsageError, ModelNotFoundError)):
         resolve(ref, catalog=KNOWN)
 
@@ -289,7 +289,7 @@ STEMS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9.-]{0,20}", fullmatch=True).filter(
 
 
 @given(STEMS, QUANTS)
-def test_names_survive_quants_splits_and_folders(stem: str, quant: str) -> None:
+def test_names_are_parsed_with_quants_splits_and_folders(stem: str, quant: str) -> None:
     base = f"{stem}-{quant}-00002-of-00007.gguf"
     assert names.quant_of(f"{stem}-{quant}.gguf") == quant
     assert names.stem_of(f"folder/{base}") == f"{stem}-{quant}"
@@ -317,7 +317,7 @@ def test_resolving_loads_nothing_heavy_and_takes_milliseconds() -> None:
     assert float(out[0]) < 500, "milliseconds of the processor: 25 or so"
 
 
-def test_a_quant_that_no_catalog_lists_is_answered_with_those_that_are() -> None:
+def test_an_unknown_quant_is_answered_with_the_listed_ones() -> None:
     with pytest.raises(ModelNotFoundError) as e:
         resolve("qwen3-8b:Q99")
     assert "Q99" in e.value.message

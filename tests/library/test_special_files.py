@@ -98,7 +98,7 @@ def test_a_special_file_is_never_read(special: Path) -> None:
         paths.file_bytes(special)
 
 
-def test_a_special_file_that_a_user_names_is_an_error_with_a_sentence(
+def test_a_special_file_named_by_a_user_is_an_error_with_a_reason(
     special: Path, tmp_path: Path
 ) -> None:
     """A special file that a user names causes a one-sentence error.

@@ -77,7 +77,7 @@ def test_an_mlx_folders_small_files_are_checked_too() -> None:
     assert store.verify(resolve("tiny")).result == "bad"
 
 
-def test_a_file_without_a_published_hash_is_held_against_its_own_header(
+def test_a_file_without_a_published_hash_is_checked_against_its_header(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     file = tmp_path / "Mine.gguf"
@@ -119,7 +119,7 @@ def test_removing_a_model_removes_it_from_every_snapshot() -> None:
     assert ours() == []
 
 
-def test_removing_an_mlx_folder_takes_all_of_it() -> None:
+def test_removing_an_mlx_folder_removes_all_of_its_files() -> None:
     cached(
         "mlx-community/Tiny-4bit",
         {"config.json": b'{"quantization": {"bits": 4}}', "model.safetensors": safetensors(b"1")},
@@ -150,7 +150,7 @@ def test_removal_never_leaves_the_cache(tmp_path: Path) -> None:
     assert outside.read_bytes() == b"GGUF precious"
 
 
-def test_the_starter_and_packages_are_not_ours_to_remove(smollm2: Path) -> None:
+def test_the_starter_cannot_be_removed(smollm2: Path) -> None:
     with pytest.raises(UsageError):
         store.rm(resolve("starter"))
     assert smollm2.exists()
@@ -159,7 +159,7 @@ def test_the_starter_and_packages_are_not_ours_to_remove(smollm2: Path) -> None:
 # --- prune ----------------------------------------------------------------------------------------
 
 
-def test_prune_takes_what_nobody_needs_and_nothing_else() -> None:
+def test_prune_removes_only_unneeded_files() -> None:
     pointers = cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": b"GGUF" * 2})
     blobs = hf_cache.repo_folder(app_folders.hub_cache(), "maker/Tiny-GGUF") / "blobs"
     needless = {
@@ -190,7 +190,7 @@ def test_du_counts_each_file_once() -> None:
     assert (usage.n_models, usage.size_bytes) == (1, 1000)
 
 
-def test_strange_caches_are_read_without_complaint(tmp_path: Path) -> None:
+def test_malformed_caches_are_read_without_an_error(tmp_path: Path) -> None:
     cache = app_folders.hub_cache()
     for name in (
         "models--",
@@ -249,7 +249,7 @@ def test_verify_exits_with_4_when_a_file_is_bad(tiny_model: Path) -> None:
     assert json.loads(out)["models"][0]["result"] == "bad"
 
 
-def test_rm_asks_first_and_yes_answers() -> None:
+def test_rm_asks_for_confirmation_unless_yes_is_given() -> None:
     cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": b"GGUF" * 2})
     code, _, _ = run("rm", "tiny")
     assert code != 0, "nobody is there to ask"
@@ -258,7 +258,7 @@ def test_rm_asks_first_and_yes_answers() -> None:
     assert ours() == []
 
 
-def test_rm_of_a_name_that_means_several_refuses() -> None:
+def test_rm_refuses_a_name_that_matches_several_models() -> None:
     cached("maker/Tiny-GGUF", {"Tiny-Q4_K_M.gguf": b"GGUF" * 2, "Tiny-Q8_0.gguf": b"GGUF8" * 2})
     result = CliRunner().invoke(models_command.app, ["rm", "tiny", "--yes"])
     assert isinstance(result.exception, UsageError)
@@ -266,7 +266,7 @@ def test_rm_of_a_name_that_means_several_refuses() -> None:
     assert len(ours()) == 2
 
 
-def test_info_of_what_is_here_and_of_what_is_not(tiny_model: Path) -> None:
+def test_info_describes_installed_and_catalog_models(tiny_model: Path) -> None:
     cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": tiny_model.read_bytes()})
     code, out, _ = run("info", "tiny", "--json")
     assert code == 0

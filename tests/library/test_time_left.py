@@ -5,7 +5,7 @@ from __future__ import annotations
 from localllm.library.transfer import DownloadMeter, DownloadProgress
 
 
-def test_no_time_left_is_given_from_the_first_blocks() -> None:
+def test_no_remaining_time_is_estimated_from_the_first_blocks() -> None:
     now_s = [0.0]
     heard: list[DownloadProgress] = []
     meter = DownloadMeter(1_000_000, heard.append, clock=lambda: now_s[0])
