@@ -73,7 +73,7 @@ def ask(http: httpx.Client, **fields: Any) -> dict[str, Any]:
     return choice
 
 
-def test_a_call_it_begins_is_held_to_its_schema(http: httpx.Client) -> None:
+def test_a_call_that_the_model_begins_is_constrained_to_its_schema(http: httpx.Client) -> None:
     choice = ask(http)
     assert choice["finish_reason"] == "tool_calls"
     for call in choice["message"]["tool_calls"]:
@@ -83,7 +83,7 @@ def test_a_call_it_begins_is_held_to_its_schema(http: httpx.Client) -> None:
         assert set(arguments) == {"room", "percent"}
 
 
-def test_an_answer_in_a_schema_or_a_call(http: httpx.Client) -> None:
+def test_a_schema_answer_or_a_call_fits_its_schema(http: httpx.Client) -> None:
     schema = {
         "type": "object",
         "properties": {"mood": {"enum": ["good", "bad"]}},
