@@ -56,7 +56,7 @@ def test_published_templates(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_reduced_templates(name: str) -> None:
+def test_calls_round_trip_through_reduced_templates(name: str) -> None:
     template = ChatTemplate(TEMPLATES[name])
     style = detect_format(template.source)
     assert style is not None

@@ -58,7 +58,7 @@ class TestOrder:
             for o in orders
         ]
 
-    def test_few_come_in_any(self, style: str) -> None:
+    def test_a_few_parameters_may_come_in_any_order(self, style: str) -> None:
         orders = (
             "path text line",
             "text path",
@@ -68,12 +68,12 @@ class TestOrder:
         )
         assert all(self.obeyed(style, tools("path", "text", among=4), *orders))
 
-    def test_optional_ones_of_many_may_stand_behind_later_ones(self, style: str) -> None:
+    def test_optional_parameters_of_many_may_follow_later_ones(self, style: str) -> None:
         orders = ("path", "path name mode", "path depth line fuzzy", "path text name mode line")
         assert all(self.obeyed(style, tools("path"), *orders))
 
     @pytest.mark.parametrize("among", [4, len(ALL)])
-    def test_required_ones_may_not_be_left_out(self, style: str, among: int) -> None:
+    def test_required_parameters_may_not_be_left_out(self, style: str, among: int) -> None:
         with pytest.raises(LawError):
             self.obeyed(style, tools("path", "text", among=among), "path line")
 
@@ -81,7 +81,7 @@ class TestOrder:
 @pytest.mark.parametrize(
     ("style", "closing"), [("qwen_coder", "</tool_call>"), ("seed", "</seed:tool_call>")]
 )
-def test_a_call_whose_outer_tag_was_forgotten_is_held_as_well(style: str, closing: str) -> None:
+def test_a_call_without_its_outer_tag_is_constrained_too(style: str, closing: str) -> None:
     template = ChatTemplate(
         next(text for name, text in TEMPLATES.items() if name.partition(",")[0] == style)
     )

@@ -25,7 +25,7 @@ _OF_CATALOG, _OF_ALL = 0.98, 0.97
 @pytest.mark.skipif(
     not _SOURCE, reason="set LOCALLLM_LLAMA_CPP_SOURCE to a llama.cpp source tree to try its cases"
 )
-def test_most_cases_are_read_alike_and_none_shows_half_a_call_or_a_tag() -> None:
+def test_most_cases_of_llama_cpp_are_parsed_alike_and_none_shows_a_partial_call_or_tag() -> None:
     source = Path(_SOURCE or "")
     found = found_in(source)
     assert not found.unread
@@ -42,7 +42,7 @@ def _share(results: list[Result]) -> float:
     return sum(not r.faults for r in results) / len(results)
 
 
-def test_every_family_is_one_of_the_catalog() -> None:
+def test_every_family_is_in_the_catalog() -> None:
     known = {path.stem for path in (Path(families.__path__[0])).glob("*.toml")}
     assert set(FAMILIES.values()) <= known
 

@@ -106,7 +106,7 @@ def test_calls_and_their_results_go_together(messages: list[dict[str, Any]], bud
 
 
 @given(conversations(), BUDGETS)
-def test_whole_turns_go_oldest_first(messages: list[dict[str, Any]], budget: int) -> None:
+def test_whole_turns_are_left_out_oldest_first(messages: list[dict[str, Any]], budget: int) -> None:
     kept = _compact(messages, budget)
     spoken = [i for i, m in enumerate(messages) if m["role"] not in ("system", "tool")]
     questions = [i for i in spoken if messages[i]["role"] == "user"]
@@ -124,7 +124,7 @@ def test_whole_turns_go_oldest_first(messages: list[dict[str, Any]], budget: int
 
 
 @given(conversations(), BUDGETS, st.integers(0, 100))
-def test_what_is_kept_fits_or_nothing_more_may_go(
+def test_the_kept_turns_fit_or_no_more_turns_can_be_left_out(
     messages: list[dict[str, Any]], budget: int, fixed: int
 ) -> None:
     kept = _compact(messages, budget, fixed)
@@ -145,7 +145,7 @@ def test_a_longer_conversation_never_cuts_earlier(
 
 
 @given(conversations(), BUDGETS)
-def test_until_the_cut_moves_every_prompt_begins_like_the_one_before(
+def test_a_prompt_extends_the_previous_prompt_until_the_cut_moves(
     messages: list[dict[str, Any]], budget: int
 ) -> None:
     cuts = [_compact(messages[:n], budget) for n in range(1, len(messages) + 1)]
@@ -155,7 +155,7 @@ def test_until_the_cut_moves_every_prompt_begins_like_the_one_before(
 
 
 @given(conversations(), BUDGETS)
-def test_notes_count_what_is_missing(messages: list[dict[str, Any]], budget: int) -> None:
+def test_notes_count_the_omitted_messages(messages: list[dict[str, Any]], budget: int) -> None:
     kept = _compact(messages, budget)
     said = sum(
         int(line[1:].split()[0])
@@ -166,7 +166,7 @@ def test_notes_count_what_is_missing(messages: list[dict[str, Any]], budget: int
     assert said == len(kept.dropped)
 
 
-def test_an_untouched_conversation_is_sent_as_it_is() -> None:
+def test_a_conversation_that_fits_is_sent_unchanged() -> None:
     messages = [
         _said("system", "s"),
         _said("user", "<1>"),
@@ -193,7 +193,7 @@ def test_the_cut_holds_for_several_turns_and_leaves_room() -> None:
     assert {b - a for a, b in pairwise(first)} == {int((1 - KEEP) * 40) + 1}
 
 
-def test_the_gap_is_named_in_the_question_beside_it() -> None:
+def test_a_note_about_omitted_messages_is_in_the_next_question() -> None:
     messages = [
         _said("system", "be kind"),
         _said("user", "<old>" + "x" * 100),
@@ -211,7 +211,7 @@ def test_the_gap_is_named_in_the_question_beside_it() -> None:
     assert messages[3]["content"] == "<new>"  # the caller's messages are unchanged
 
 
-def test_reasoning_that_the_template_forgets_is_forgotten_here() -> None:
+def test_reasoning_that_the_template_drops_is_not_counted() -> None:
     messages = [_said("user", "<0>"), _said("assistant", "<1>"), _said("user", "<2>")]
     costs = [MessageCost(3), MessageCost(3, passing=500), MessageCost(3)]
     # The reasoning of the first answer counts only until the next question. Before that question
@@ -225,7 +225,7 @@ def test_reasoning_that_the_template_forgets_is_forgotten_here() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, NOTE_TOKENS, NOTE_TOKENS + 5])
-def test_what_must_stay_stays_whatever_the_budget(budget: int) -> None:
+def test_system_texts_and_the_newest_question_stay_with_any_budget(budget: int) -> None:
     messages = [_said("system", "s" * 50), _said("user", "u" * 50)]
     kept = _compact(messages, budget)
     assert kept.messages == messages

@@ -63,7 +63,7 @@ def built(template: str, tools: list[dict[str, Any]], **wishes: Any) -> Prompt:
 
 @pytest.mark.parametrize("word", HARD)
 @pytest.mark.parametrize("template", [HERMES, QWEN])
-def test_the_word_is_named_and_the_rest_is_held(template: str, word: str) -> None:
+def test_an_unsupported_keyword_is_named_and_the_rest_is_enforced(template: str, word: str) -> None:
     prompt = built(template, [tool(HARD[word]), *TOOLS], choice=Choice("auto"))
     assert any(name.startswith("tools.f.") for name in prompt.ignored), prompt.ignored
     assert f"tools.f.{word}" in prompt.ignored
@@ -82,7 +82,7 @@ def test_the_word_is_named_and_the_rest_is_held(template: str, word: str) -> Non
 
 
 @pytest.mark.parametrize("word", HARD)
-def test_a_call_that_is_required_is_held_as_well(word: str) -> None:
+def test_a_required_call_is_enforced_without_the_unsupported_keyword(word: str) -> None:
     for tools in ([tool(HARD[word])], [tool(HARD[word]), *TOOLS]):
         prompt = built(HERMES, tools, choice=Choice("required"))
         assert prompt.ignored
@@ -90,7 +90,7 @@ def test_a_call_that_is_required_is_held_as_well(word: str) -> None:
         matcher(prompt.answer.grammar)  # fails if it cannot be compiled
 
 
-def test_an_answer_in_a_schema_or_a_call_is_held_as_well() -> None:
+def test_a_schema_answer_or_a_call_is_enforced_without_the_unsupported_keyword() -> None:
     wanted = ("json_schema", json.dumps({"type": "boolean"}))
     prompt = built(HERMES, [tool(HARD["uniqueItems"])], choice=Choice("auto"), grammar=wanted)
     assert prompt.ignored == ("tools.f.uniqueItems",)
@@ -98,7 +98,7 @@ def test_an_answer_in_a_schema_or_a_call_is_held_as_well() -> None:
     matcher(prompt.answer.grammar)
 
 
-def test_what_can_be_held_is_left_alone() -> None:
+def test_schemas_that_can_be_enforced_are_not_changed() -> None:
     kept, left_out = constrainable(TOOLS)
     assert (kept, left_out) == (TOOLS, ())
     plain = tool(
@@ -111,7 +111,7 @@ def test_what_can_be_held_is_left_alone() -> None:
     assert constrainable([plain])[1] == ()
 
 
-def test_a_strict_tool_is_kept_whole_or_refused_by_name() -> None:
+def test_a_strict_tool_is_enforced_completely_or_refused_with_the_keyword() -> None:
     strict = tool(HARD["contains"])
     strict["strict"] = True
     with pytest.raises(UnsupportedError, match="contains"):
@@ -125,7 +125,7 @@ def test_the_model_is_shown_the_schema_as_it_was_sent() -> None:
     assert "uniqueItems" in built(HERMES, [tool(HARD["uniqueItems"])], choice=Choice("auto")).text
 
 
-def test_one_nested_without_end_costs_the_others_nothing() -> None:
+def test_a_tool_nested_too_deeply_leaves_the_other_tools_unchanged() -> None:
     deep: dict[str, Any] = {"type": "string"}
     for _ in range(2000):
         deep = {"type": "array", "items": deep}
@@ -134,6 +134,6 @@ def test_one_nested_without_end_costs_the_others_nothing() -> None:
     assert left_out
 
 
-def test_parameters_that_mean_nothing_are_held_to_an_object() -> None:
+def test_invalid_parameters_are_replaced_by_any_object() -> None:
     broken = {"type": "function", "function": {"name": "f", "parameters": {"properties": ["a"]}}}
     assert constrainable([broken])[1] == ("tools.f.properties",)

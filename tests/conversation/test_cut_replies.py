@@ -43,7 +43,9 @@ def whole(arguments: str) -> bool:
 
 @pytest.mark.parametrize("calls", [TWO, CASES[13]])
 @pytest.mark.parametrize("writer", WRITERS)
-def test_cut_at_any_letter_no_half_call_and_no_tag(writer: str, calls: Calls) -> None:
+def test_a_reply_cut_at_any_character_has_no_partial_call_and_no_tag(
+    writer: str, calls: Calls
+) -> None:
     name, write = WRITERS[writer]
     reply, style = write(calls), reply_format(name)
     for end in range(len(reply)):
@@ -59,7 +61,7 @@ def test_cut_at_any_letter_no_half_call_and_no_tag(writer: str, calls: Calls) ->
 
 
 @pytest.mark.parametrize("writer", ["qwen_coder", "glm", "minimax", "seed"])
-def test_a_value_cut_in_the_middle_is_no_value(writer: str) -> None:
+def test_a_call_with_a_truncated_value_is_dropped(writer: str) -> None:
     name, write = WRITERS[writer]
     reply = write(TWO[:1])
     part = reply[: reply.index("return 0") + 5]
@@ -87,16 +89,18 @@ class TestOpenReasoning:
         )
         return text, thought, [n for n, _ in calls]
 
-    def test_a_call_at_its_end_is_one(self, writer: str, letters: bool) -> None:
+    def test_a_call_at_the_end_of_the_reasoning_is_a_call(self, writer: str, letters: bool) -> None:
         call = WRITERS[writer][1](TWO)
         for end in ("", "\n", "\n</think>\n", "</think>"):
             got = self.read(writer, letters, f"I need a file.\n{call}{end}")
             assert got == ("", "I need a file.", ["write_file", "f"]), end
 
-    def test_a_call_before_any_thought_is_one(self, writer: str, letters: bool) -> None:
+    def test_a_call_before_any_reasoning_is_a_call(self, writer: str, letters: bool) -> None:
         assert self.read(writer, letters, WRITERS[writer][1](TWO)) == ("", "", ["write_file", "f"])
 
-    def test_one_that_is_quoted_stays_thought(self, writer: str, letters: bool) -> None:
+    def test_a_call_quoted_in_the_reasoning_stays_reasoning(
+        self, writer: str, letters: bool
+    ) -> None:
         call = WRITERS[writer][1](TWO[1:])
         quoted = f"I could write\n{call}\nbut no."
         assert self.read(writer, letters, f"{quoted}</think>Hello.") == ("Hello.", quoted, [])
@@ -106,7 +110,9 @@ class TestOpenReasoning:
             [],
         )
 
-    def test_a_plan_is_not_called_twice(self, writer: str, letters: bool) -> None:
+    def test_a_call_planned_in_the_reasoning_is_made_only_once(
+        self, writer: str, letters: bool
+    ) -> None:
         call = WRITERS[writer][1](TWO[1:])
         assert self.read(writer, letters, f"Plan:\n{call}\n</think>\n{call}") == (
             "",
@@ -114,7 +120,7 @@ class TestOpenReasoning:
             ["f"],
         )
 
-    def test_a_cut_one_is_none(self, writer: str, letters: bool) -> None:
+    def test_a_truncated_call_in_the_reasoning_is_dropped(self, writer: str, letters: bool) -> None:
         call = WRITERS[writer][1](TWO[1:])
         assert self.read(writer, letters, f"So:\n{call[: len(call) // 2]}", cut=True) == (
             "",
@@ -123,7 +129,7 @@ class TestOpenReasoning:
         )
 
 
-def test_markers_that_are_text_may_be_mentioned_in_a_thought() -> None:
+def test_a_marker_mentioned_in_the_reasoning_stays_reasoning() -> None:
     style = reply_format("hermes", thinking=True)
     assert told(style, ["Then <tool_call> is what I write."], cut=False)[1] == (
         "Then <tool_call> is what I write."
@@ -131,7 +137,7 @@ def test_markers_that_are_text_may_be_mentioned_in_a_thought() -> None:
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-def test_behind_a_text_that_ends_the_turn_nothing_comes(thinking: bool) -> None:
+def test_text_after_the_end_of_the_turn_is_dropped(thinking: bool) -> None:
     style = replace(reply_format("glm", thinking), ends=("<|role_end|>",))
     text, thought, _ = told(style, list("Yes.<|role_end|><role>HUMAN"), cut=False)
     assert (text, thought) == (("", "Yes.") if thinking else ("Yes.", ""))

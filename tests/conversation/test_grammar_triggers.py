@@ -214,7 +214,7 @@ def check(name: str, arguments: Any) -> None:
 
 
 @pytest.mark.parametrize(("style", "template", "starts"), CASES)
-def test_whatever_the_grammar_allows_reads_back_as_a_valid_call(
+def test_every_text_that_the_grammar_allows_is_parsed_as_a_valid_call(
     style: ToolFormat, template: str, starts: dict[str, GrammarTrigger]
 ) -> None:
     seen = set()
@@ -237,7 +237,7 @@ def test_whatever_the_grammar_allows_reads_back_as_a_valid_call(
 
 
 @pytest.mark.parametrize(("style", "template", "starts"), CASES)
-def test_a_held_call_is_the_same_however_its_stream_is_cut(
+def test_a_constrained_call_is_parsed_alike_with_any_cut_of_its_stream(
     style: ToolFormat, template: str, starts: dict[str, GrammarTrigger]
 ) -> None:
     opening, start = next(iter(starts.items()))
@@ -251,7 +251,7 @@ def test_a_held_call_is_the_same_however_its_stream_is_cut(
 
 
 @pytest.mark.parametrize(("style", "template", "starts"), CASES)
-def test_an_answer_in_a_schema_or_a_call(
+def test_one_grammar_allows_a_schema_answer_or_a_call(
     style: ToolFormat, template: str, starts: dict[str, GrammarTrigger]
 ) -> None:
     answer = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
@@ -287,7 +287,7 @@ def test_an_answer_in_a_schema_or_a_call(
 
 
 @pytest.mark.parametrize(("style", "template", "starts"), CASES)
-def test_a_grammar_refuses_what_the_tool_would_refuse(
+def test_a_grammar_refuses_an_argument_that_the_schema_lacks(
     style: ToolFormat, template: str, starts: dict[str, GrammarTrigger]
 ) -> None:
     """The grammar accepts a call, but not the same call with a unit that the schema lacks."""
@@ -337,7 +337,7 @@ def test_text_that_may_be_null_is_written_without_quotes(
     assert state.validate_tokens(ids_of(text)) == len(text), (start.lead, start.grammar)
 
 
-def test_every_format_has_a_grammar_and_says_what_it_can_not_hold() -> None:
+def test_every_format_has_a_grammar_except_for_names_it_cannot_express() -> None:
     by_name = {f.name: f for f in FORMATS}
     for style in FORMATS:
         assert triggers_of(style, "", TOOLS)
@@ -349,7 +349,7 @@ def test_every_format_has_a_grammar_and_says_what_it_can_not_hold() -> None:
         assert answer_or_call(by_name[name], "", odd, "{}", None) is None
 
 
-def test_parameters_named_like_words_of_python_are_read() -> None:
+def test_parameters_named_like_python_keywords_are_parsed() -> None:
     style = next(f for f in FORMATS if f.name == "lfm")
     reply = (
         '<|tool_call_start|>[go-to(from="a\\/b", class=[true, null], '

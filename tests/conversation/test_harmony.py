@@ -166,7 +166,7 @@ REPLIES: dict[str, tuple[str, Read]] = {
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_channels_are_told_apart_however_the_stream_is_divided(name: str) -> None:
+def test_channels_are_separated_with_any_division_of_the_stream(name: str) -> None:
     text, expected = REPLIES[name]
     for pieces in cuts(text):
         assert read(pieces) == expected, pieces
@@ -193,18 +193,18 @@ def test_a_stream_cut_anywhere_shows_no_marker(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["answer", "thought, answer", "two thoughts", "answer in a schema"]
 )
-def test_without_tools_the_channels_are_told_apart_too(name: str) -> None:
+def test_channels_are_separated_without_tools_too(name: str) -> None:
     text, expected = REPLIES[name]
     for pieces in cuts(text):
         assert read(pieces, tools=False) == expected, pieces
 
 
-def test_a_call_nobody_offered_shows_no_marker() -> None:
+def test_a_call_of_a_tool_that_was_not_offered_shows_no_marker() -> None:
     for pieces in cuts(ANALYSIS + NEXT + CALL):
         assert read(pieces, tools=False) == ("We need the weather.", '{"city": "Paris"}', [])
 
 
-def test_deltas_come_as_the_tokens_do() -> None:
+def test_each_token_produces_its_delta_at_once() -> None:
     reader = parser()
     seen = [
         (reader.feed(t), reader.thinking, reader.in_call)
@@ -247,7 +247,7 @@ WORDS = [
 
 
 @given(st.lists(st.sampled_from([*CONTROL, *WORDS]), max_size=25))
-def test_tokens_in_any_order_raise_nothing_and_read_the_same_however_divided(
+def test_tokens_in_any_order_raise_no_error_and_are_parsed_alike_with_any_division(
     tokens: list[str],
 ) -> None:
     assert read(tokens) == read(["".join(tokens)]) == read(list("".join(tokens)))

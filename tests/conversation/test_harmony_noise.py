@@ -72,7 +72,7 @@ REPLY = [
 
 
 @pytest.mark.parametrize("end", range(len(REPLY) + 1))
-def test_a_call_cut_off_after_any_token_shows_its_thought_and_arguments_alone(end: int) -> None:
+def test_a_call_cut_after_any_token_shows_only_its_reasoning_and_arguments(end: int) -> None:
     deltas = heard(WITH_TOOLS, REPLY[:end])
     assert not any(isinstance(d, Content) for d in deltas)
     assert "Think.".startswith("".join(d.text for d in deltas if isinstance(d, ReasoningText)))
@@ -81,7 +81,7 @@ def test_a_call_cut_off_after_any_token_shows_its_thought_and_arguments_alone(en
 
 
 @pytest.mark.parametrize("last", ["<|call|>", "<|return|>"])
-def test_nothing_behind_the_end_of_the_turn_is_told(last: str) -> None:
+def test_tokens_after_the_end_of_the_turn_are_dropped(last: str) -> None:
     before = ["<|channel|>", "final", "<|message|>", "Yes."]
     behind = ["<|start|>", "user", "<|message|>", "And now?", "<|end|>", *REPLY]
     assert (

@@ -34,7 +34,9 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
     loaded.close()
 
 
-def test_call_and_return_end_generation_and_a_header_does_not(backend: Backend) -> None:
+def test_the_call_and_return_tokens_end_generation_and_header_tokens_do_not(
+    backend: Backend,
+) -> None:
     ends = {m for i, m in enumerate(MARKERS) if FIRST + i in backend.info.eog_tokens}
     assert ends == {"<|call|>", "<|return|>"}
     for i, marker in enumerate(MARKERS):
@@ -42,7 +44,7 @@ def test_call_and_return_end_generation_and_a_header_does_not(backend: Backend) 
         assert backend.token_bytes(FIRST + i, special=True) == marker.encode()
 
 
-def test_a_call_is_held_by_the_header_s_own_tokens(backend: Backend) -> None:
+def test_a_call_is_constrained_with_the_headers_control_tokens(backend: Backend) -> None:
     assert not backend.is_control(MESSAGE)  # otherwise this test checks less than intended
     start = next(iter(triggers_of(harmony.FORMATS[0], "", TOOLS).values()))
     constraint = GrammarCompiler(backend)(start.grammar)
@@ -61,7 +63,7 @@ def test_a_call_is_held_by_the_header_s_own_tokens(backend: Backend) -> None:
     assert constraint.finished
 
 
-def test_an_answer_in_a_schema_or_a_call(backend: Backend) -> None:
+def test_one_grammar_allows_a_schema_answer_or_a_call(backend: Backend) -> None:
     lark = answer_or_call(harmony.FORMATS[0], "", TOOLS, '{"type": "integer"}', None)
     assert lark is not None
     constraint = GrammarCompiler(backend)(("lark", lark))
@@ -70,7 +72,7 @@ def test_an_answer_in_a_schema_or_a_call(backend: Backend) -> None:
     assert np.flatnonzero(row == 0).tolist() == [CHANNEL]
 
 
-def test_an_answer_in_a_schema_comes_in_the_final_channel_with_or_without_a_thought(
+def test_a_schema_answer_is_in_the_final_channel_with_or_without_reasoning(
     backend: Backend,
 ) -> None:
     # Like gpt-oss's template: it supports tools, and the reply begins before any channel.

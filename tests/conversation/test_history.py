@@ -33,7 +33,7 @@ def test_messages_come_back_in_order_with_all_their_parts(history: History) -> N
     assert user.id < answer.id
 
 
-def test_turns_are_read_as_they_were_typed_without_the_rest(history: History) -> None:
+def test_turn_texts_contain_the_typed_text_without_attached_files(history: History) -> None:
     conv = history.create("Greetings", "m")
     history.append(conv, "system", "be brief")
     first = history.append(conv, "user", "a file: " + "x" * 900, meta={"typed": "read this"})
@@ -52,7 +52,9 @@ def test_turns_are_read_as_they_were_typed_without_the_rest(history: History) ->
     assert history.turn_text(other, first) == []
 
 
-def test_the_list_is_newest_first_and_touching_moves_up(history: History) -> None:
+def test_the_list_is_newest_first_and_a_new_message_moves_a_conversation_up(
+    history: History,
+) -> None:
     first, second = history.create("one", "m"), history.create("two", "m")
     assert [c.id for c in history.list()] == [second, first]
     history.append(first, "user", "again")
@@ -91,7 +93,7 @@ def test_a_streaming_answer_survives_a_killed_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX")
-def test_only_the_owner_can_read_it(history: History) -> None:
+def test_only_the_owner_can_read_the_history(history: History) -> None:
     history.create("secret", "m")
     for file in history.path.parent.iterdir():
         assert file.stat().st_mode & 0o077 == 0, file.name
@@ -122,7 +124,7 @@ def test_rename_remove_and_delete(history: History) -> None:
         lambda h: h.update_partial(99, "x"),
     ],
 )
-def test_unknown_names_are_named(history: History, act) -> None:
+def test_unknown_conversations_and_turns_raise_not_found(history: History, act) -> None:
     with pytest.raises(NotFoundError):
         act(history)
 

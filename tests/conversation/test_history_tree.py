@@ -39,7 +39,7 @@ def _old(tmp_path: Path) -> sqlite3.Connection:
     return db
 
 
-def test_branches_stay_apart_and_the_head_says_which_is_shown(history: History) -> None:
+def test_branches_stay_separate_and_the_head_selects_the_shown_one(history: History) -> None:
     conv = history.create("t", "m")
     question = history.append(conv, "user", "q")
     one = history.append(conv, "assistant", "one")
@@ -63,7 +63,7 @@ def test_a_system_prompt_is_no_turn(history: History) -> None:
     assert history.get(conv).n_messages == 2
 
 
-def test_what_is_removed_takes_what_follows_it(history: History) -> None:
+def test_removing_a_turn_removes_the_turns_after_it(history: History) -> None:
     conv = history.create("t", "m")
     question = history.append(conv, "user", "q")
     gone = history.append(conv, "assistant", "one")
@@ -82,7 +82,7 @@ def test_what_is_removed_takes_what_follows_it(history: History) -> None:
             follow()
 
 
-def test_a_file_of_the_release_before_loses_nothing(tmp_path: Path) -> None:
+def test_a_file_of_the_previous_release_is_upgraded_without_loss(tmp_path: Path) -> None:
     db = _old(tmp_path)
     before = {
         r[0]: r
@@ -124,7 +124,7 @@ def test_a_file_of_the_release_before_loses_nothing(tmp_path: Path) -> None:
             assert now.search("half an answ")  # the answer never finished: not indexed
 
 
-def test_a_program_of_the_release_before_refuses_the_file_and_one_at_work_writes_nothing(
+def test_the_previous_release_cannot_open_or_write_to_an_upgraded_file(
     tmp_path: Path,
 ) -> None:
     open_before = _old(tmp_path)
@@ -173,7 +173,7 @@ def test_words_are_found_in_any_script(history: History, query: str, found: list
     assert [h.snippet for h in history.search(query)] == found
 
 
-def test_a_hit_says_where_it_is(history: History) -> None:
+def test_a_search_hit_has_its_position(history: History) -> None:
     conv = history.create("t", "m")
     n = history.append(conv, "user", "word " * 50 + "the\nNeedle here " + "word " * 50)
     (hit,) = history.search("needle")
@@ -183,7 +183,7 @@ def test_a_hit_says_where_it_is(history: History) -> None:
     assert "\n" not in hit.snippet
 
 
-def test_search_follows_what_changes(history: History) -> None:
+def test_search_follows_changes_of_turns(history: History) -> None:
     conv = history.create("t", "m")
     n = history.append(conv, "assistant", "streaming", complete=False)
     assert history.search("streaming")
@@ -235,7 +235,7 @@ STEPS = st.lists(
 
 @settings(max_examples=examples(40))
 @given(steps=STEPS)
-def test_any_history_is_the_tree_that_was_written(
+def test_any_history_equals_the_tree_that_was_written(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple]
 ) -> None:
     """The stored turns, the head and the search results equal those of a tree of dicts."""

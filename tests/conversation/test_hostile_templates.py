@@ -33,7 +33,7 @@ def test_no_template_takes_more_than_its_limits() -> None:
     assert found["seconds"] <= (LIMITS.cpu_s + 0.02) * len(templates())
 
 
-def test_a_question_that_is_too_large_to_read_leaves_no_rest_for_the_next() -> None:
+def test_a_question_too_large_to_read_does_not_affect_the_next_question() -> None:
     child = LimitedChild(PROGRAM, ChildLimits(cpu_s=5, memory_bytes=2**20, spare_bytes=2**22))
     with pytest.raises(OverLimitError):
         child.ask(question("a" * 2**25))
@@ -56,11 +56,11 @@ def test_a_question_that_is_too_large_to_read_leaves_no_rest_for_the_next() -> N
          '{"a":null,"b":["1"]}'),
     ],
 )  # fmt: skip
-def test_what_templates_write_is_jinjas(source: str, text: str) -> None:
+def test_templates_produce_the_output_of_jinja(source: str, text: str) -> None:
     assert ChatTemplate(source).render([{"role": "user", "content": "x"}]) == text
 
 
-def test_a_text_that_grows_by_each_message_is_no_fault() -> None:
+def test_a_text_that_grows_with_each_message_is_within_the_limits() -> None:
     source = (
         "{% set n = namespace(x='', kept=[]) %}{% for m in messages %}{% set n.x = n.x + m.content "
         "%}{% set n.kept = n.kept + [m.role] %}{% endfor %}{{ n.x ~ n.kept | length }}"
@@ -69,7 +69,9 @@ def test_a_text_that_grows_by_each_message_is_no_fault() -> None:
     assert len(ChatTemplate(source).render(messages)) == 1000 * 1000 + 4
 
 
-def test_a_conversation_beyond_any_context_is_no_fault_of_the_template() -> None:
+def test_a_conversation_larger_than_any_context_is_an_error_that_does_not_blame_the_template() -> (
+    None
+):
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(TemplateError) as refused:
         template.render([{"role": "user", "content": "word " * 200_000}] * 10)

@@ -29,7 +29,7 @@ def read_s(name: str, text: str) -> float:
 
 
 @pytest.mark.parametrize("name", [f.name for f in FORMATS])
-def test_white_space_behind_a_marker(name: str) -> None:
+def test_white_space_after_a_marker_is_read_in_linear_time(name: str) -> None:
     for marker in next(f for f in FORMATS if f.name == name).markers:
         for n in LENGTHS:
             for space in (" ", "\n", ", ", "] "):
@@ -37,7 +37,7 @@ def test_white_space_behind_a_marker(name: str) -> None:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_white_space_at_every_place_of_a_call(writer: str) -> None:
+def test_white_space_anywhere_in_a_call_is_read_in_linear_time(writer: str) -> None:
     name, write = WRITERS[writer]
     reply = write(CALL)
     for at in range(len(reply)):

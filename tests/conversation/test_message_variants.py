@@ -57,7 +57,7 @@ def test_call_ids_become_nine_letters_the_same_for_call_and_result() -> None:
     assert _render(NINE, "parallel calls") == text
 
 
-def test_an_id_that_is_short_already_stays_and_a_result_without_one_gets_its_calls() -> None:
+def test_a_short_id_stays_and_a_result_without_an_id_gets_that_of_its_call() -> None:
     call = {"id": "abcDEF123", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     other = {**call, "id": "a much longer one"}
     messages = [
@@ -72,7 +72,7 @@ def test_an_id_that_is_short_already_stays_and_a_result_without_one_gets_its_cal
     assert re.findall(r"\[result (\w+) (\w+)", text) == [(calls[0], "first"), (calls[1], "second")]
 
 
-def test_ids_stay_where_the_template_does_not_mind() -> None:
+def test_ids_stay_if_the_template_accepts_them() -> None:
     assert "call_7f3kQ0aZrWcP5mYtB2nE" in _render(_BODY, "loop")
 
 
@@ -94,7 +94,7 @@ def test_results_in_another_order_follow_their_own_call() -> None:
     assert text.index("18 degrees") < text.index("Oslo") < text.index("4 degrees]")
 
 
-def test_arguments_are_text_where_the_template_adds_texts() -> None:
+def test_arguments_are_text_if_the_template_concatenates_them() -> None:
     source = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ '>' + "
         "c.function.arguments "
@@ -116,12 +116,14 @@ def test_arguments_are_text_where_the_template_adds_texts() -> None:
         "{% endfor %}{% endif %}",
     ],
 )
-def test_no_tools_is_none_or_undefined_as_the_template_can_bear(source: str) -> None:
+def test_missing_tools_are_none_or_undefined_as_the_template_requires(source: str) -> None:
     assert _render(source, "one") == ""
     assert _render(source, "tools") == "get_weather run_command "
 
 
-def test_parameters_without_a_description_get_an_empty_one_where_it_is_added() -> None:
+def test_parameters_without_a_description_get_an_empty_one_if_the_template_concatenates_it() -> (
+    None
+):
     source = (
         "{% for t in tools %}{% for n, p in t.function.parameters.properties.items() %}"
         "{{ n + ':' + p.description }};{% endfor %}{% endfor %}"
@@ -137,7 +139,7 @@ def test_a_generator_is_written_as_json() -> None:
     ]
 
 
-def test_older_variables_are_given_where_they_are_missed() -> None:
+def test_older_variables_are_passed_if_the_template_needs_them() -> None:
     text = _render("{{ functions + ' today ' + datetime }}", "tools")
     listed, _, day = text.partition(" today ")
     assert json.loads(listed)[0]["name"] == "get_weather"
@@ -172,11 +174,11 @@ THINKING = """{% for m in messages %}{% if m.tool_calls and m.content and m.thin
 {%- endif %}{% if m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }};{% endfor %}"""
 
 
-def test_reasoning_is_called_thinking_where_the_template_reads_that() -> None:
+def test_reasoning_is_passed_as_thinking_if_the_template_reads_that_name() -> None:
     assert "(A greeting.)Good morning" in _render(THINKING, "thinking before a user turn")
 
 
-def test_words_and_thinking_before_a_call_are_one_text_where_both_are_refused() -> None:
+def test_text_and_reasoning_before_a_call_are_joined_if_the_template_refuses_both() -> None:
     assert "(Oslo is next.\n\nNow Oslo.)" in _render(THINKING, "thinking in a loop")
 
 

@@ -56,9 +56,7 @@ def percent(monkeypatch: pytest.MonkeyPatch) -> ToolFormat:
     return format_for(TEMPLATE)
 
 
-def test_a_file_among_the_others_is_all_it_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_format_needs_only_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "percent_family.py").write_text(
         "from conversation.test_new_family import PERCENT\n\nFORMATS = (PERCENT,)\n"
     )
@@ -69,12 +67,12 @@ def test_a_file_among_the_others_is_all_it_takes(
     assert format_for(TEMPLATE).name == "percent"
 
 
-def test_it_is_told_from_its_template(percent: ToolFormat) -> None:
+def test_the_new_format_is_detected_from_its_template(percent: ToolFormat) -> None:
     assert percent.name == "percent"
     assert format_for("… <tool_call>").name == "hermes"
 
 
-def test_its_calls_are_held_and_read(percent: ToolFormat) -> None:
+def test_calls_in_the_new_format_are_constrained_and_parsed(percent: ToolFormat) -> None:
     ((opening, start),) = triggers_of(percent, TEMPLATE, TOOLS).items()
     seen = set()
     for seed in range(15):
@@ -84,7 +82,7 @@ def test_its_calls_are_held_and_read(percent: ToolFormat) -> None:
     assert seen == {"get_weather", "stop"}
 
 
-def test_an_answer_in_a_schema_may_be_one_instead(percent: ToolFormat) -> None:
+def test_a_schema_answer_may_be_a_call_in_the_new_format_instead(percent: ToolFormat) -> None:
     lark = answer_or_call(percent, TEMPLATE, TOOLS, json.dumps({"type": "boolean"}), None)
     assert lark is not None
     state = matcher(("lark", lark))
@@ -94,7 +92,7 @@ def test_an_answer_in_a_schema_may_be_one_instead(percent: ToolFormat) -> None:
         assert state.validate_tokens(list(refused)) < len(refused)
 
 
-def test_names_that_a_schema_leaves_open_are_left_to_the_model(percent: ToolFormat) -> None:
+def test_parameter_names_that_a_schema_leaves_open_are_not_constrained(percent: ToolFormat) -> None:
     free: dict[str, object] = {"type": "object", "additionalProperties": {"type": "string"}}
     open_tool = {"type": "function", "function": {"name": "f", "parameters": free}}
     (start,) = triggers_of(percent, TEMPLATE, [open_tool, TOOLS[1]]).values()
@@ -103,7 +101,7 @@ def test_names_that_a_schema_leaves_open_are_left_to_the_model(percent: ToolForm
     assert matcher(start.grammar).validate_tokens(list(b"stop\na = b\n")) == len("stop\n")
 
 
-def test_no_format_is_known_by_name_outside_its_file() -> None:
+def test_no_shared_file_contains_the_name_of_a_format() -> None:
     names = "|".join(f.name for f in FORMATS)
     folder = Path(tool_formats.__file__).parent
     shared = {

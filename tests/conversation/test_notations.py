@@ -40,7 +40,7 @@ def read(
     return whole[0], whole[1], [(n, json.loads(a)) for n, a in whole[2]]
 
 
-def test_tools_are_refused_where_the_template_asks_for_a_notation_nobody_reads() -> None:
+def test_tools_are_refused_if_the_template_requests_an_unknown_call_format() -> None:
     assert has_unknown_format(FOREIGN)
     with pytest.raises(UnsupportedError, match="tool-call format") as refused:
         built(FOREIGN)
@@ -55,7 +55,7 @@ def test_a_template_that_offers_no_tools_is_not_refused() -> None:
     ]
 
 
-def test_a_model_told_of_the_default_may_still_write_its_own_notation() -> None:
+def test_a_model_prompted_with_the_default_format_may_still_write_its_own() -> None:
     # Like DeepSeek R1's distillates: the template writes calls of earlier turns, but offers no
     # tools.
     prompt = built(SAY + "{# <｜tool▁calls▁begin｜> #}")
@@ -70,7 +70,7 @@ def test_a_model_told_of_the_default_may_still_write_its_own_notation() -> None:
     assert prompt.answer.control
 
 
-def test_the_offer_of_lfm_2_is_enough_to_know_its_calls() -> None:
+def test_the_tool_list_of_lfm_2_is_enough_to_detect_its_call_format() -> None:
     prompt = built(
         SAY + "{% if tools %}List of tools: <|tool_list_start|>[{{ tools "
         "}}]<|tool_list_end|>{% "
@@ -82,7 +82,7 @@ def test_the_offer_of_lfm_2_is_enough_to_know_its_calls() -> None:
     ]
 
 
-def test_a_header_that_the_prompt_begins_goes_on_in_the_reply() -> None:
+def test_a_header_that_the_prompt_begins_is_continued_in_the_reply() -> None:
     harmony = built(SAY + "{% if tools %}<|channel|>{% endif %}<|start|>assistant")
     call = ' to=functions.f<|channel|>analysis <|constrain|>json<|message|>{"n": 1}<|call|>'
     assert read(harmony, call) == ("", "", [("f", {"n": 1})])
@@ -112,7 +112,7 @@ def test_a_header_that_the_prompt_begins_goes_on_in_the_reply() -> None:
         (SAY, None),
     ],
 )
-def test_reasoning_is_marked_as_the_notation_says_or_the_template(
+def test_reasoning_markers_come_from_the_format_or_the_template(
     template: str, markers: tuple[str, str] | None
 ) -> None:
     assert reasoning_markers(template) == markers

@@ -14,7 +14,7 @@ from support.pdfs import needs_pdf, pdf
 pytestmark = needs_pdf()
 
 
-def test_pages_are_text_and_those_without_are_pictures_where_somebody_sees() -> None:
+def test_pages_without_text_become_pictures_if_the_model_reads_images() -> None:
     data = pdf(["first page", "", "third page"])
     found = reading.read(data, pictures=True)
     assert [page.text for page in found.pages] == ["first page", "", "third page"]
@@ -27,7 +27,7 @@ def test_pages_are_text_and_those_without_are_pictures_where_somebody_sees() -> 
     assert [page.picture for page in blind.pages] == ["", "", ""]
 
 
-def test_what_is_too_much_is_said() -> None:
+def test_a_pdf_beyond_the_limits_is_reported() -> None:
     assert "101 pages" in reading.read(pdf(["x"] * 101), pictures=False).problem
     assert len(reading.read(pdf(["x"] * 100), pictures=False).pages) == 100
     # A page of 5,000 km per side is still rendered as one picture, or refused.
@@ -35,7 +35,7 @@ def test_what_is_too_much_is_said() -> None:
     assert large.problem or large.pages[0].picture
 
 
-def test_pictures_and_characters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_and_characters_of_a_pdf_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     found = reading.pages_of(pdf(["", "", "x"]), 1)
     assert [sorted(page) for page in found] == [["picture"], [], ["text"]]
     monkeypatch.setattr(reading, "MAX_CHARS", 15)
@@ -43,21 +43,21 @@ def test_pictures_and_characters_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
         reading.pages_of(pdf(["ten letters", "ten letters"]), 0)
 
 
-def test_one_that_takes_too_long_is_left() -> None:
+def test_a_pdf_that_takes_too_long_is_abandoned() -> None:
     assert "within 0 seconds" in reading.read(pdf(["x"]), pictures=False, time_limit_s=0.01).problem
 
 
 @pytest.mark.parametrize(
     "data", [b"%PDF-1.7", b"%PDF-1.4\n" + b"<<" * 100_000, pdf(["x"])[:200], b""]
 )
-def test_damage_is_said(data: bytes) -> None:
+def test_a_damaged_pdf_is_reported(data: bytes) -> None:
     found = reading.read(data, pictures=True)
     assert found.problem
     assert not found.pages
 
 
 @pytest.mark.parametrize("n", [8, pytest.param(300, marks=pytest.mark.long)])
-def test_whatever_is_changed_in_a_file_there_is_an_answer(n: int) -> None:
+def test_any_change_to_a_pdf_gives_pages_or_a_problem(n: int) -> None:
     chance = random.Random(7)
     whole = pdf(["first page", "", "third page"])
     for _ in range(n):

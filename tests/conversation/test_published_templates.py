@@ -41,7 +41,7 @@ def test_the_source_tree_has_templates() -> None:
 
 
 @pytest.mark.parametrize("path", _FILES, ids=lambda path: path.stem)
-def test_every_conversation_is_written_down(path: Path) -> None:
+def test_every_template_renders_every_conversation(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     template = ChatTemplate(source, bos_text=BOS, eos_text=EOS)
     for conversation in conversations():

@@ -209,7 +209,7 @@ def round_trip(template: ChatTemplate, style: str, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_random_calls(name: str) -> None:
+def test_random_calls_round_trip_in_every_format(name: str) -> None:
     template = ChatTemplate(TEMPLATES[name])
     whole = [round_trip(template, name.partition(",")[0], seed) for seed in range(ROUNDS)]
     assert sum(whole) >= 0.6 * ROUNDS

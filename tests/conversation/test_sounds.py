@@ -65,7 +65,7 @@ def test_the_samples_are_those_of_llama_cpp_s_own_reader(tmp_path: Path) -> None
     llama_cpp.llama_model_free(weights)
 
 
-def test_a_claimed_length_costs_nothing() -> None:
+def test_a_false_length_in_a_sound_file_takes_no_memory() -> None:
     assert len(ours(_XING + _SILENCE * 8)) < RATE_HZ
     endless = wav(0.0)[:40] + struct.pack("<I", 2**32 - 1)
     assert "is empty" in sounds.decode(endless, RATE_HZ).problem

@@ -138,7 +138,7 @@ def _cuts(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_every_case_in_every_format_however_it_is_cut(writer: str) -> None:
+def test_every_case_is_parsed_in_every_format_with_any_cut(writer: str) -> None:
     name, write = WRITERS[writer]
     for calls in CASES:
         for pieces in _cuts(write(calls)):
@@ -185,7 +185,7 @@ def test_muse_calls_only_in_a_message_to_a_function() -> None:
         assert _read(_format("muse"), pieces) == (f"Write {tags} there.", "", [])
 
 
-def test_minimax_m3_ends_a_thought_that_it_did_not_begin() -> None:
+def test_minimax_m3_may_end_reasoning_that_it_did_not_begin() -> None:
     for pieces in _cuts("</mm:think>Hello."):
         assert _read(_format("minimax_m3"), pieces) == ("Hello.", "", [])
 
@@ -205,11 +205,11 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_a_call_whose_arguments_can_not_be_read_is_not_one_without_any(name: str) -> None:
+def test_a_call_with_unreadable_arguments_stays_text(name: str) -> None:
     assert _read(_format(name), [UNREADABLE[name]]) == (UNREADABLE[name], "", [])
 
 
-def test_arguments_as_json_where_tags_were_asked_for() -> None:
+def test_json_arguments_in_place_of_tags_are_parsed() -> None:
     assert _read(_format("qwen_coder"), ['<function=f>{"n": 1}</function>'])[2] == [
         ["f", '{"n": 1}']
     ]
@@ -229,7 +229,7 @@ def test_arguments_as_json_where_tags_were_asked_for() -> None:
         ({"type": "string"}, "null", "null"),
     ],
 )  # fmt: skip
-def test_text_among_other_types_is_what_reads_as_none_of_them(
+def test_a_value_of_several_types_is_text_only_if_no_other_type_fits(
     schema: dict[str, Any], value: str, read: Any
 ) -> None:
     tool = {
@@ -301,7 +301,7 @@ def test_arguments_are_streamed_as_they_come() -> None:
     assert parser.feed(" b c") == [CallArguments(0, " b c")]
 
 
-def test_only_the_first_call_passes_where_one_is_allowed() -> None:
+def test_only_the_first_call_passes_if_one_call_is_allowed() -> None:
     from dataclasses import replace
 
     one = replace(_format("hermes"), parallel=False)
@@ -324,7 +324,7 @@ def test_only_the_first_call_passes_where_one_is_allowed() -> None:
         ("no tools at all", "hermes"),
     ],
 )  # fmt: skip
-def test_the_format_is_told_from_the_template(template: str, name: str) -> None:
+def test_the_format_is_detected_from_the_template(template: str, name: str) -> None:
     assert format_for(template).name == name
 
 
@@ -337,7 +337,7 @@ def test_every_format_has_its_own_name_and_a_case_here() -> None:
 @pytest.mark.parametrize(
     "value", ["{}", '{"a": "}"}', "[1, [2]]", '{"a": "\\"}", "b": {"c": "\\\\"}}']
 )
-def test_the_end_of_a_json_value_is_found_however_it_is_cut(value: str) -> None:
+def test_the_end_of_a_json_value_is_found_with_any_cut(value: str) -> None:
     text = value + " rest } ]"
     for cut in range(len(text)):
         scan = JsonEnd()
@@ -360,7 +360,7 @@ HALF = {
 
 
 @pytest.mark.parametrize("name", HALF)
-def test_half_of_a_surrogate_pair_can_be_sent_on(name: str) -> None:
+def test_half_of_a_surrogate_pair_in_arguments_is_passed_on(name: str) -> None:
     text, _, calls = _read(_format(name), [HALF[name]])
     assert text == ""
     assert [n for n, _ in calls] == ["f"]

@@ -127,13 +127,13 @@ def check(choice: dict[str, Any]) -> None:
         assert arguments["unit"] in ("C", "F")
 
 
-def test_a_call_the_model_opens_is_held_to_its_schema(http: httpx.Client) -> None:
+def test_a_call_that_the_model_begins_is_constrained_to_its_schema(http: httpx.Client) -> None:
     choice = ask(http)
     check(choice)
     assert not choice["message"]["content"]
 
 
-def test_an_answer_in_a_schema_or_a_call(http: httpx.Client) -> None:
+def test_a_schema_answer_or_a_call_fits_its_schema(http: httpx.Client) -> None:
     schema = {
         "type": "object",
         "properties": {"ok": {"type": "boolean"}},

@@ -62,7 +62,7 @@ SAID = {
 
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 @pytest.mark.parametrize("schema", OPEN, ids=str)
-def test_names_that_a_schema_leaves_open_are_left_to_the_model_and_other_tools_are_held(
+def test_an_open_schema_is_not_constrained_and_the_other_tools_are(
     name: str, schema: dict[str, Any]
 ) -> None:
     closed = tool(CLOSED[3])
@@ -76,12 +76,12 @@ def test_names_that_a_schema_leaves_open_are_left_to_the_model_and_other_tools_a
 
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 @pytest.mark.parametrize("schema", CLOSED, ids=str)
-def test_a_schema_that_names_its_parameters_is_held(name: str, schema: dict[str, Any]) -> None:
+def test_a_schema_that_lists_its_parameters_is_enforced(name: str, schema: dict[str, Any]) -> None:
     assert triggers_of(style(name), "", [tool(schema)])
 
 
 @pytest.mark.parametrize("schema", OPEN, ids=str)
-def test_formats_in_json_hold_any_schema(schema: dict[str, Any]) -> None:
+def test_json_formats_enforce_any_schema(schema: dict[str, Any]) -> None:
     for name in ("hermes", "llama3", "mistral", "phi", "harmony", "kimi", "deepseek"):
         assert triggers_of(style(name), "", [tool(schema)]), name
 
@@ -94,7 +94,7 @@ def test_formats_in_json_hold_any_schema(schema: dict[str, Any]) -> None:
         ("minimax", '<invoke name="f">\n<parameter name="a">', "</parameter>\n</invoke>\n"),
     ],
 )
-def test_a_constant_text_is_held_as_one(name: str, before: str, after: str) -> None:
+def test_a_constant_string_is_enforced(name: str, before: str, after: str) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "string", "const": "yes"}},
@@ -123,7 +123,7 @@ def text_held_to(pattern: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "before", "after"), TAGS)
-def test_a_text_is_held_to_its_pattern(name: str, before: str, after: str) -> None:
+def test_the_pattern_of_a_string_is_enforced(name: str, before: str, after: str) -> None:
     start, *_ = triggers_of(style(name), "", [tool(text_held_to("^(?:a/b|\\+.*\\n)+$"))]).values()
     for value, taken in (
         ("+x <b>\n+\n", True),
@@ -138,7 +138,7 @@ def test_a_text_is_held_to_its_pattern(name: str, before: str, after: str) -> No
 
 @pytest.mark.parametrize("pattern", ["a", "^a", "^a|b$", "^(?=a).$", "^(a)\\1$", "^(?!a)b$"])
 @pytest.mark.parametrize(("name", "before", "after"), TAGS)
-def test_a_pattern_that_can_not_be_held_leaves_the_text_free(
+def test_a_pattern_that_cannot_be_enforced_leaves_the_string_unconstrained(
     name: str, before: str, after: str, pattern: str
 ) -> None:
     start, *_ = triggers_of(style(name), "", [tool(text_held_to(pattern))]).values()
@@ -171,7 +171,7 @@ NESTED: dict[str, Any] = {
         ("{either:2,tags:[QQ]}", False), ("{tags:[QQ],either:1}", False),
     ],
 )  # fmt: skip
-def test_values_within_values_in_gemmas_notation(said: str, allowed: bool) -> None:
+def test_nested_values_in_gemmas_format_are_enforced(said: str, allowed: bool) -> None:
     for name, quote in (("function_gemma", "<escape>"), ("gemma4", '<|"|>')):
         start, *_ = triggers_of(style(name), "", [tool(NESTED)]).values()
         ids = ids_of("call:f" + said.replace("Q", quote))
@@ -193,7 +193,7 @@ def test_values_within_values_in_gemmas_notation(said: str, allowed: bool) -> No
     ],
     ids=str,
 )
-def test_values_gemmas_notation_has_no_rules_for_are_left_to_the_model(
+def test_values_without_rules_in_gemmas_format_are_not_constrained(
     described: dict[str, Any], value: str
 ) -> None:
     schema = {"type": "object", "properties": {"a": described, "b": {"type": "integer"}}}
