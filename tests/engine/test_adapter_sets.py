@@ -43,7 +43,9 @@ def asked(key: str, prompt: list[int], chosen: Chosen, **more: Any) -> Request:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_crowd_of_sets_answers_as_one_engine_for_each_set(kind: str, tmp_path: Path) -> None:
+def test_many_adapter_sets_in_one_engine_answer_like_one_engine_per_set(
+    kind: str, tmp_path: Path
+) -> None:
     family = family_of(kind, tmp_path)
     prompt = words(1, 90)
     files = [str(family.first), str(family.second)]
@@ -221,7 +223,7 @@ def test_eight_adapters_take_a_tenth_more_memory_than_one(tmp_path: Path) -> Non
     assert taken[0] < taken[1] < 1.1 * taken[0]
 
 
-def test_kv_of_a_set_has_an_identity_of_its_own(tmp_path: Path) -> None:
+def test_kv_of_an_adapter_set_has_its_own_identity(tmp_path: Path) -> None:
     family = family_of("llamacpp", tmp_path)
     backend = family.load(family.spec())
     plain = identity_of(backend)
@@ -246,7 +248,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_while_a_set_waits_no_other_set_gets_two_turns(
+def test_no_adapter_set_gets_two_turns_during_the_wait_of_another(
     steps: list[tuple[set[AdapterSet], float, int]],
 ) -> None:
     turns = AdapterTurns((0.0, 0.0))

@@ -97,7 +97,7 @@ def apart(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).max() / np.abs(a).max())
 
 
-def test_an_adapter_comes_to_merged_weights_and_at_scale_0_to_the_base(
+def test_an_adapter_equals_merged_weights_and_at_scale_0_the_base_model(
     family: Family, tmp_path: Path
 ) -> None:
     first = str(family.first)
@@ -111,7 +111,7 @@ def test_an_adapter_comes_to_merged_weights_and_at_scale_0_to_the_base(
 
 @pytest.mark.mlx
 @pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))
-def test_logits_are_mlx_lms_own(tmp_path: Path) -> None:
+def test_adapter_logits_equal_those_of_mlx_lm(tmp_path: Path) -> None:
     import mlx.core as mx
     from mlx_lm.utils import load_adapters, load_model
 
@@ -169,7 +169,7 @@ def test_no_kv_of_another_adapter_is_read_now_or_after_a_restart(
         assert cached == [len(PROMPT) - 1] * 2
 
 
-def test_a_crowd_under_an_adapter_answers_as_the_merged_model(
+def test_concurrent_requests_with_an_adapter_answer_like_the_merged_model(
     family: Family, tmp_path: Path
 ) -> None:
     """The crowd includes forks, truncated prompts, parking and the disk."""
@@ -181,7 +181,7 @@ def test_a_crowd_under_an_adapter_answers_as_the_merged_model(
     alone.close()
 
 
-def test_contexts_beside_the_served_one_compute_with_the_adapter(tmp_path: Path) -> None:
+def test_additional_contexts_also_apply_the_adapter(tmp_path: Path) -> None:
     """This covers the context of a long prompt and the contexts that compare KV types."""
     base = tiny_gguf.write_llama(tmp_path / "base.gguf")
     laid = tiny_lora.write(tmp_path / "laid.gguf", base)
@@ -208,7 +208,9 @@ def test_contexts_beside_the_served_one_compute_with_the_adapter(tmp_path: Path)
     assert abs(loss / expected_loss - 1) < 0.05 < abs(loss / plain_loss - 1)
 
 
-def test_what_the_engine_finds_unfit_is_one_sentence(family: Family, tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_the_model_is_a_one_line_error(
+    family: Family, tmp_path: Path
+) -> None:
     if family.base.is_dir():
         config = {**tiny_mlx.LLAMA, "hidden_size": 128}
         other = tiny_lora.write_mlx(

@@ -28,12 +28,12 @@ def sessions() -> list[Session]:
     ]
 
 
-def test_one_agent_reads_nothing_twice() -> None:
+def test_a_single_agent_computes_no_token_twice() -> None:
     assert compare(interleaved(sessions(), 1), 1, 0, N_CTX).ours > 0.995
 
 
 @pytest.mark.parametrize(("memory_gib", "disk_gib"), [(1, 0), (4, 0), (1, 2), (3, 2)])
-def test_agents_that_take_turns_find_what_lru_over_all_places_would_hold(
+def test_agents_that_take_turns_reuse_as_much_as_one_lru_over_context_memory_and_disk(
     memory_gib: float, disk_gib: float
 ) -> None:
     """A disk smaller than the context, or than memory, adds the data that those do not hold."""

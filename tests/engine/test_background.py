@@ -58,7 +58,9 @@ def scripted(n_seq_max: int) -> Engine:
 
 @pytest.mark.parametrize("n_seq_max", [1, 3, 8])
 @pytest.mark.parametrize("n_before", [0, 2, 9])
-def test_the_user_is_in_the_next_steps_and_in_every_step(n_seq_max: int, n_before: int) -> None:
+def test_a_user_request_joins_every_step_despite_background_requests(
+    n_seq_max: int, n_before: int
+) -> None:
     alone = len(beside(scripted(n_seq_max), Outcome(), asked("user", 80)))
     engine = scripted(n_seq_max)
     outcome = with_background(engine, n_before)
@@ -84,7 +86,7 @@ class Job:
     draft: tuple[int, ...] = ()
 
 
-def test_the_rows_that_are_free_go_round() -> None:
+def test_background_requests_take_turns_in_the_free_rows() -> None:
     cost = StepCost()
     cost.set({1: 1.0, 2: 1.1, 4: 2.0})
     turns = BackgroundTurns(cost)
@@ -98,7 +100,7 @@ def test_the_rows_that_are_free_go_round() -> None:
     assert [job.id for job in turns.taking_part(prompt)] == ["user"]
 
 
-def test_a_real_model_answers_the_same(few_layers: Path) -> None:
+def test_background_priority_does_not_change_a_real_models_answer(few_layers: Path) -> None:
     def loaded() -> Engine:
         backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024, n_seq_max=4))
         return Engine(backend, EngineSettings(headroom_bytes=0))
@@ -132,7 +134,7 @@ class Clock:
 
 @pytest.mark.parametrize("n_seq_max", [1, 2, 8])
 @pytest.mark.parametrize("n_tokens", [1, 12])
-def test_prompts_without_end_keep_one_of_low_priority_for_half_a_minute(
+def test_endless_normal_prompts_delay_a_low_priority_request_by_half_a_minute(
     n_seq_max: int, n_tokens: int
 ) -> None:
     """There are always more prompts of normal priority than slots. With steps of 0.5 s, the

@@ -45,7 +45,9 @@ def ask(engine: Engine, key: str, prompt: list[int]) -> tuple[list[int], int]:
     return outcome.tokens[key], outcome.finish(key).usage.cached_tokens
 
 
-def test_a_first_line_in_a_large_block_is_computed_and_all_behind_it_taken(tmp_path: Path) -> None:
+def test_a_first_line_stored_in_a_wide_block_is_computed_and_the_rest_is_reused(
+    tmp_path: Path,
+) -> None:
     first = engine_on(tmp_path)
     edit, chat = FIRST_LINE + FILE, FIRST_LINE + SYSTEM + [TURN, 9]
     ask(first, "edit", edit)
@@ -75,7 +77,7 @@ def test_a_first_line_in_a_large_block_is_computed_and_all_behind_it_taken(tmp_p
     third.close()
 
 
-def test_what_is_read_from_disk_is_in_memory_for_the_next(tmp_path: Path) -> None:
+def test_blocks_read_from_disk_are_in_memory_for_the_next_request(tmp_path: Path) -> None:
     first = engine_on(tmp_path)
     ask(first, "chat", SYSTEM)
     first.close()
@@ -91,7 +93,7 @@ def test_what_is_read_from_disk_is_in_memory_for_the_next(tmp_path: Path) -> Non
     second.close()
 
 
-def test_a_full_memory_goes_on_taking_in_what_is_new(tmp_path: Path) -> None:
+def test_a_full_memory_still_accepts_new_blocks(tmp_path: Path) -> None:
     """In each round, blocks that are on disk give up their memory, at any place in the tree."""
     engine = engine_on(tmp_path, cache_bytes=6000)
     for n in range(12):
@@ -109,7 +111,7 @@ def test_a_full_memory_goes_on_taking_in_what_is_new(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("disk", [True, False])
-def test_a_line_larger_than_the_cache_stays_while_there_are_cells(
+def test_a_sequence_larger_than_the_cache_stays_in_the_context_if_there_are_cells(
     tmp_path: Path, disk: bool
 ) -> None:
     settings = EngineSettings(
@@ -127,7 +129,7 @@ def test_a_line_larger_than_the_cache_stays_while_there_are_cells(
     engine.close()
 
 
-def test_a_line_that_was_evicted_after_its_export_stays_while_there_are_cells() -> None:
+def test_a_sequence_evicted_from_memory_stays_in_the_context_if_there_are_cells() -> None:
     engine = Engine(
         ScriptedBackend(n_ctx=4000, n_batch=64), EngineSettings(cache_bytes=10**6, headroom_bytes=0)
     )
@@ -161,7 +163,7 @@ def test_tokens_computed_again_are_counted_by_their_reason() -> None:
     assert "evicted" in usage.cache_miss
 
 
-def test_a_parked_request_counts_what_it_computes_twice() -> None:
+def test_a_parked_request_counts_recomputed_tokens() -> None:
     engine = Engine(
         ScriptedBackend(n_ctx=512, n_batch=64), EngineSettings(cache_bytes=0, headroom_bytes=0)
     )
@@ -176,7 +178,7 @@ def test_a_parked_request_counts_what_it_computes_twice() -> None:
     assert engine.snapshot()["recomputed_parked_tokens"] > 0  # type: ignore[operator]
 
 
-def test_what_was_not_computed_before_is_not_computed_twice() -> None:
+def test_new_prompt_tokens_after_parking_do_not_count_as_recomputed() -> None:
     """A request is parked in the middle of its prompt. The rest of the prompt is new, so it does
     not count as recomputed."""
     engine = Engine(
@@ -206,7 +208,7 @@ def age(folder: Path) -> None:
     os.utime(folder, (old_s, old_s))
 
 
-def test_kv_that_something_else_wrote_is_never_read_and_swept(tmp_path: Path) -> None:
+def test_kv_of_another_layout_is_never_read_and_is_deleted_when_old(tmp_path: Path) -> None:
     first = engine_on(tmp_path)
     answer, _ = ask(first, "a", SYSTEM)
     first.close()
@@ -251,7 +253,7 @@ def test_another_build_with_the_same_layout_reads_the_files(tmp_path: Path) -> N
     assert (again, cached) == (answer, len(SYSTEM) - 1)
 
 
-def test_rotated_and_plain_kv_are_not_taken_for_each_other(
+def test_rotated_kv_is_not_read_as_unrotated_and_vice_versa(
     few_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """llama.cpp rotates quantised KV unless an environment variable disables it. Reading rotated KV
@@ -283,7 +285,7 @@ def test_rotated_and_plain_kv_are_not_taken_for_each_other(
     assert len(list(tmp_path.iterdir())) == 2, "a folder for each layout"
 
 
-def test_every_backend_says_what_gives_its_kv_its_meaning(few_layers: Path) -> None:
+def test_the_kv_identity_names_the_library_version_and_the_file_layout(few_layers: Path) -> None:
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=128))
     import llama_cpp
 

@@ -113,7 +113,7 @@ def test_a_burst_takes_little_more_than_the_curve_allows(streams: int) -> None:
     assert card.burst(streams)[0] <= allowed_s(streams) / 0.9
 
 
-def test_nobody_s_first_burst_pays_for_what_is_loaded_once() -> None:
+def test_the_first_burst_of_requests_pays_no_one_time_loading() -> None:
     """Steps of all sizes are run after "ready". A burst that arrives earlier pays for their
     loading."""
     card = Card(Speeds())
@@ -127,7 +127,7 @@ def test_nobody_s_first_burst_pays_for_what_is_loaded_once() -> None:
     assert first_s <= 1.05 * card.burst(32)[0]
 
 
-def test_who_comes_during_the_first_steps_waits_for_one_of_them() -> None:
+def test_a_request_during_the_warm_up_waits_for_one_warm_up_step() -> None:
     speeds = Speeds()
     card = Card(speeds)
     waits = []
@@ -144,7 +144,7 @@ KV_TOKEN_BYTES = 131_072
 
 
 @pytest.mark.parametrize("disk_bytes_s", [1e9, 3e9, 7e9])
-def test_after_a_restart_a_prompt_is_read_or_computed_whichever_is_quicker(
+def test_after_a_restart_a_prefix_is_loaded_or_computed_by_estimated_time(
     tmp_path: Path, disk_bytes_s: float
 ) -> None:
     """Step costs were measured after "ready", and the first blocks show how fast the disk is."""

@@ -26,7 +26,7 @@ def words(n: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("tail", "steps"), [(20, 1), (60, 2)])
-def test_a_short_turn_behind_what_is_known_is_read_in_one_step(tail: int, steps: int) -> None:
+def test_a_short_turn_after_a_cached_prefix_takes_one_step(tail: int, steps: int) -> None:
     backend = ScriptedBackend(n_ctx=2048, n_batch=256, rewind="none", states=True)
     engine = Engine(backend)
     head = words(600, 1)
@@ -68,7 +68,7 @@ def test_a_second_question_about_a_document_reads_the_question_alone(head: int) 
     known=st.integers(0, 3000),
     opening=st.sampled_from([0, 3, 6]),
 )
-def test_a_branch_reads_twice_no_more_than_a_few_times_what_stood_behind_it(
+def test_a_branch_recomputes_at_most_a_few_times_the_tokens_after_the_divergence(
     n: int, behind: int, known: int, opening: int
 ) -> None:
     """A turn without paragraphs, optionally followed by a few tokens that open the answer's turn.
@@ -81,7 +81,7 @@ def test_a_branch_reads_twice_no_more_than_a_few_times_what_stood_behind_it(
 
 
 @given(known=st.integers(0, 15), n=st.integers(34, 60))
-def test_a_short_prompt_is_found_again_whatever_its_first_tokens_are_shared_with(
+def test_a_short_prompt_is_reused_even_if_many_prompts_share_its_first_tokens(
     known: int, n: int
 ) -> None:
     """All prompts share a template's first tokens. No state is kept after them, so they do not
@@ -103,7 +103,7 @@ def test_a_short_prompt_is_found_again_whatever_its_first_tokens_are_shared_with
         (0.04, 2e-5, 512),
     ],
 )
-def test_states_are_as_rare_as_their_copies_are_dear(
+def test_the_interval_between_states_grows_with_the_cost_of_a_copy(
     export_s: float, token_s: float, apart: int
 ) -> None:
     ticks = iter([0.0, export_s, 10.0, 10.0 + 3 * export_s])  # a later export may be disturbed

@@ -85,7 +85,7 @@ def test_streams_go_on_while_a_grammar_is_compiled(held_back: tuple[Engine, Held
     assert set(json.loads(outcome.text["tied"])) == {"name", "legs"}
 
 
-def test_others_overtake_the_one_that_waits_for_its_grammar(
+def test_other_requests_overtake_a_request_that_waits_for_its_grammar(
     held_back: tuple[Engine, HeldBack],
 ) -> None:
     engine, compiler = held_back
@@ -115,7 +115,7 @@ def test_a_cancelled_request_stops_waiting_for_its_grammar(
     assert len(outcome.ends["tied"]) == 1
 
 
-def test_one_that_is_late_is_no_fault_of_the_request(
+def test_a_grammar_compiled_too_late_ends_the_request_as_busy(
     held_back: tuple[Engine, HeldBack], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, compiler = held_back
@@ -134,7 +134,7 @@ def test_one_that_is_late_is_no_fault_of_the_request(
     assert set(json.loads(outcome.text["next"])) == {"name", "legs"}
 
 
-def test_it_is_queued_once_its_grammar_is_known_to_be_one(
+def test_a_request_is_queued_only_if_its_grammar_is_valid(
     held_back: tuple[Engine, HeldBack],
 ) -> None:
     engine, compiler = held_back
@@ -149,7 +149,7 @@ def test_it_is_queued_once_its_grammar_is_known_to_be_one(
         assert not kinds.index(Queued) if key == "good" else len(kinds) == 1, events
 
 
-def test_a_grammar_goes_on_where_the_given_beginning_ends(few_layers: Path) -> None:
+def test_a_grammar_continues_after_the_given_beginning(few_layers: Path) -> None:
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024))
     engine = Engine(backend, EngineSettings(make_matcher=GrammarCompiler(backend)))
     beginning = '{"name": "To'

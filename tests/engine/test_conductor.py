@@ -81,13 +81,13 @@ def chosen(
         (0.001, [None], "server0:1"),
     ],
 )
-def test_the_prompt_is_read_by_the_fastest(
+def test_the_fastest_server_prefills_the_prompt(
     here_s: float | None, there_s: list[float | None], expected: str | None
 ) -> None:
     assert chosen(conductor(here_s, *there_s)) == expected
 
 
-def test_streams_here_make_reading_here_cost_twice() -> None:
+def test_local_streams_double_the_cost_of_local_prefill() -> None:
     found = conductor(0.01, 0.015)
     assert chosen(found) is None
     assert chosen(found, streams=True) == "server0:1"
@@ -124,7 +124,7 @@ def test_a_server_that_failed_or_has_a_smaller_context_is_left_out() -> None:
     assert chosen(found, PROMPT[:900]) == "server0:1"
 
 
-def test_what_a_transfer_took_changes_the_choice() -> None:
+def test_measured_transfer_times_change_the_choice() -> None:
     found = conductor(0.002, 0.001)
     assert chosen(found) == "server0:1"
     for _ in range(40):
@@ -132,7 +132,7 @@ def test_what_a_transfer_took_changes_the_choice() -> None:
     assert chosen(found) is None
 
 
-def test_a_block_that_does_not_come_costs_the_time_of_256_tokens() -> None:
+def test_a_missing_block_delays_the_prompt_by_the_time_of_256_tokens() -> None:
     """A block is due after 0.256 s, and computing it here takes 2.56 s."""
     now_s = 0.0
     found = conductor(0.01, 0.001, clock=lambda: now_s)
@@ -143,7 +143,7 @@ def test_a_block_that_does_not_come_costs_the_time_of_256_tokens() -> None:
         assert found.late(fetch) == late, now_s
 
 
-def test_a_copy_is_asked_for_in_the_given_order() -> None:
+def test_servers_are_asked_for_copies_in_the_given_order() -> None:
     found = conductor(0.001)
     identity = found.identity.to_json()
     first, second = (

@@ -110,7 +110,7 @@ def test_a_grammar_that_is_too_large_is_refused_with_the_reason(
     assert failed.code == "unsupported_parameter"
 
 
-def test_an_object_of_too_many_ways_says_so(engine: Engine) -> None:
+def test_an_object_with_too_many_optional_properties_names_the_limit(engine: Engine) -> None:
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(900)}}
     request = request_for(
         "a", PROMPT, max_tokens=20, sampling=GREEDY, grammar=("json_schema", json.dumps(schema))
@@ -123,7 +123,7 @@ def test_an_object_of_too_many_ways_says_so(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "grammar", [("json_schema", "{"), ("lark", "start: ("), ("regex", "("), ("poem", "x")]
 )
-def test_what_cant_be_enforced_is_refused(engine: Engine, grammar: tuple[str, str]) -> None:
+def test_unenforceable_grammars_are_refused(engine: Engine, grammar: tuple[str, str]) -> None:
     outcome = run(engine, request_for("a", PROMPT, max_tokens=5, grammar=grammar))
     assert outcome.failure("a").code == "unsupported_parameter"
 
@@ -146,7 +146,7 @@ def test_constrained_and_free_requests_share_a_batch(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("bounds", [(-1e30, -1e29), (-(2**70), -(2**65)), (2**64, 2**65)])
-def test_bounds_that_the_grammar_engine_dies_of_never_reach_it(bounds: tuple[float, float]) -> None:
+def test_bounds_that_crash_the_grammar_engine_are_refused(bounds: tuple[float, float]) -> None:
     """The schema is nested in a list, under a property that is named like a keyword."""
     number = {"type": "integer", "minimum": bounds[0], "maximum": bounds[1]}
     schema = {"anyOf": [{"type": "object", "properties": {"minimum": number}}]}
@@ -155,7 +155,9 @@ def test_bounds_that_the_grammar_engine_dies_of_never_reach_it(bounds: tuple[flo
 
 
 @pytest.mark.parametrize("bounds", [(-(2**71), -(2**70)), (-1e300, -1e299), (2**64, 2**65)])
-def test_nor_do_they_within_another_grammar(bounds: tuple[float, float]) -> None:
+def test_json_schema_bounds_within_lark_or_gbnf_are_checked_too(
+    bounds: tuple[float, float],
+) -> None:
     schema = {"type": "integer", "minimum": bounds[0], "maximum": bounds[1]}
     lark = f'start: "a" b\nb: %json {json.dumps({"anyOf": [schema]})}\n'
     for kind in ("lark", "gbnf"):
@@ -186,7 +188,9 @@ def test_a_dead_end_is_an_error_and_no_answer(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_everything_allowed_is_banned(engine: Engine, temperature: float) -> None:
+def test_a_logit_bias_that_bans_all_allowed_tokens_is_an_error(
+    engine: Engine, temperature: float
+) -> None:
     banned = {
         t: -math.inf
         for t in range(engine.backend.info.n_vocab)
@@ -208,7 +212,9 @@ def test_everything_allowed_is_banned(engine: Engine, temperature: float) -> Non
         {},
     ],
 )
-def test_no_number_goes_on_without_end(schema: dict[str, object], number: str) -> None:
+def test_a_constrained_number_has_a_limited_number_of_digits(
+    schema: dict[str, object], number: str
+) -> None:
     backend = ScriptedBackend()
     constraint = GrammarCompiler(backend)(("json_schema", json.dumps({"items": schema})))
 
@@ -223,7 +229,7 @@ def test_no_number_goes_on_without_end(schema: dict[str, object], number: str) -
         assert 15 < [goes_on("3") for _ in range(60)].index(False) < 25
 
 
-def test_digits_in_a_text_go_on() -> None:
+def test_digits_in_a_constrained_string_are_unlimited() -> None:
     backend = ScriptedBackend()
     constraint = GrammarCompiler(backend)(("json_schema", '{"type": "string"}'))
     for letter in '"' + 60 * "3":

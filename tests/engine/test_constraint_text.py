@@ -80,6 +80,6 @@ def test_a_schema_ends_though_the_model_prefers_space(backend: Backend, kind: st
         "root ::= " + "(" * 3_000,
     ],
 )
-def test_a_gbnf_that_cant_be_read_is_refused_in_our_words(backend: Backend, source: str) -> None:
+def test_a_gbnf_syntax_error_is_refused_with_our_own_message(backend: Backend, source: str) -> None:
     with pytest.raises(UnsupportedError, match=r"the gbnf can't be (parsed|enforced): .+"):
         GrammarCompiler(backend)(("gbnf", source))

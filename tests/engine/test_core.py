@@ -76,14 +76,14 @@ def test_max_tokens_and_context_end_with_length() -> None:
     assert outcome.finish("b").usage.completion_tokens == 54
 
 
-def test_an_answer_that_asks_for_more_than_there_is_gets_what_there_is() -> None:
+def test_max_tokens_beyond_the_context_is_reduced_to_the_free_tokens() -> None:
     asked = request_for("a", "x" * 60, max_tokens=32_000, sampling=GREEDY, ignore_eos=True)
     end = run(Engine(ScriptedBackend(n_ctx=64)), asked).finish("a")
     assert (end.reason, end.usage.completion_tokens) == ("length", 4)
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [("x" * 64, None), ("x" * 65, 1)])
-def test_what_does_not_fit_is_refused_at_once_with_the_counts(
+def test_a_prompt_larger_than_the_context_is_refused_at_once_with_both_counts(
     prompt: str, max_tokens: int | None
 ) -> None:
     backend = ScriptedBackend(n_ctx=64)
@@ -154,7 +154,7 @@ def test_cancel_ends_within_the_step_and_frees_everything() -> None:
     assert engine.cancel("a") == []
 
 
-def test_a_failing_step_fails_its_requests_and_the_engine_goes_on() -> None:
+def test_a_failing_step_fails_its_requests_and_the_engine_continues() -> None:
     backend = ScriptedBackend()
     engine = Engine(backend)
     outcome = Outcome()
@@ -183,7 +183,7 @@ def test_a_time_limit_ends_a_request() -> None:
     assert outcome.finish("a").usage.completion_tokens == 5
 
 
-def test_events_tell_the_story_in_order() -> None:
+def test_events_arrive_in_order() -> None:
     seconds = count()
     engine = Engine(ScriptedBackend(n_batch=8), clock=lambda: float(next(seconds)))
     events = engine.submit(
@@ -259,7 +259,7 @@ def test_a_long_prompt_does_not_freeze_a_running_stream() -> None:
     assert max(gaps[5:]) <= 12 * 0.007
 
 
-def test_a_line_nobody_asks_for_has_left_before_the_next_one_begins() -> None:
+def test_an_idle_sequence_leaves_the_context_before_the_next_request_starts() -> None:
     """KV cells after those of an idle sequence would make every step of an answer more
     expensive."""
     backend = ScriptedBackend(n_ctx=4096)
@@ -285,7 +285,7 @@ def test_a_line_nobody_asks_for_has_left_before_the_next_one_begins() -> None:
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
-def test_who_waits_is_served_by_priority_whatever_the_order_they_came_in(
+def test_waiting_requests_are_served_by_priority_in_any_order_of_arrival(
     order: tuple[int, ...],
 ) -> None:
     """All arrive within half a minute. The running request of low priority makes room, and

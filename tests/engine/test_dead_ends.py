@@ -91,7 +91,7 @@ def banned(engine: Engine, rng: random.Random) -> dict[int, float]:
     return {t: -math.inf for t in tokens if letters & set(engine.backend.token_bytes(t))}
 
 
-def test_what_ends_by_itself_is_whole(engine: Engine) -> None:
+def test_a_constrained_answer_that_stops_is_complete(engine: Engine) -> None:
     ends: Counter[str] = Counter()
     for seed in range(CASES):
         rng = random.Random(seed)

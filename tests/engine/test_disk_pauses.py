@@ -59,7 +59,7 @@ def written(path: Path, within_s: float = 10.0) -> bool:
     return path.exists()
 
 
-def test_nothing_is_written_while_the_engine_works(tmp_path: Path) -> None:
+def test_the_disk_is_not_written_while_the_engine_works(tmp_path: Path) -> None:
     tier, told = opened(tmp_path)
     block = kept(tier, 100)
     assert told.waited.acquire(timeout=10)
@@ -69,7 +69,9 @@ def test_nothing_is_written_while_the_engine_works(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_pause_that_ends_at_once_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_that_ends_at_once_starts_no_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tunables, "WRITE_PAUSE_S", 10.0)
     tier, told = opened(tmp_path)
     block = kept(tier, 100)
@@ -82,14 +84,18 @@ def test_a_pause_that_ends_at_once_is_none(tmp_path: Path, monkeypatch: pytest.M
     assert block.path.exists(), "closing writes what is left"
 
 
-def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_written_during_work_after_a_maximum_delay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tunables, "WRITE_PATIENCE_S", 0.05)
     tier, _ = opened(tmp_path)
     assert written(kept(tier, 100).path)
     tier.close()
 
 
-def test_much_in_hand_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_unwritten_bytes_are_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tunables, "WRITE_WAITING_BYTES", 100)
     tier, _ = opened(tmp_path)
     assert written(kept(tier, 100).path)
@@ -108,7 +114,7 @@ class Watched(Told):
         return self.is_set()
 
 
-def test_what_is_written_beside_work_is_written_in_short_turns(
+def test_writes_during_work_happen_in_short_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread that hashes and writes a sequence's KV without breaks would take a core from the
@@ -128,7 +134,7 @@ def test_what_is_written_beside_work_is_written_in_short_turns(
     assert bytes(tier.load(block) or b"") == b"kv" * (n_bytes // 2)
 
 
-def test_what_somebody_waits_for_is_written_without_rests(tmp_path: Path) -> None:
+def test_blocks_that_block_a_waiting_request_are_written_without_rests(tmp_path: Path) -> None:
     watched = Watched()
     tier, _ = opened(tmp_path, watched)
     tier.hurry(True)
@@ -138,7 +144,9 @@ def test_what_somebody_waits_for_is_written_without_rests(tmp_path: Path) -> Non
     tier.close()
 
 
-def test_the_engine_says_when_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_tells_the_disk_tier_whether_it_is_working(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard: list[bool] = []
     monkeypatch.setattr(DiskTier, "working", lambda _self, busy: heard.append(busy))
     engine = Engine(ScriptedBackend(), EngineSettings(disk_dir=str(tmp_path)))
@@ -151,7 +159,7 @@ def test_the_engine_says_when_it_works(tmp_path: Path, monkeypatch: pytest.Monke
     engine.close()
 
 
-def test_a_file_is_read_for_the_tokens_wanted_of_it_not_for_all_it_holds(tmp_path: Path) -> None:
+def test_only_the_needed_tokens_of_a_file_are_read(tmp_path: Path) -> None:
     tier, _ = opened(tmp_path)
     block = kept(tier, 1000)
     tier.close()

@@ -76,7 +76,7 @@ def test_a_long_prefix_survives_that_begins_like_a_short_one(tmp_path: Path) -> 
     assert cached == len(PROMPT) - 1
 
 
-def test_another_model_or_kv_type_sees_nothing(tmp_path: Path) -> None:
+def test_another_model_or_kv_type_finds_no_cached_prefix(tmp_path: Path) -> None:
     first = on_disk(tmp_path)
     ask(first)
     first.close()
@@ -86,7 +86,7 @@ def test_another_model_or_kv_type_sees_nothing(tmp_path: Path) -> None:
     assert cached == 0
 
 
-def test_files_are_the_owners_alone(tmp_path: Path) -> None:
+def test_cache_files_are_readable_only_by_their_owner(tmp_path: Path) -> None:
     engine = on_disk(tmp_path)
     ask(engine)
     engine.close()
@@ -102,7 +102,7 @@ def test_the_directory_stays_within_its_size(tmp_path: Path) -> None:
     assert 0 < sum(f.stat().st_size for f in files(tmp_path)) <= 20_000
 
 
-def test_what_memory_alone_holds_is_written_at_the_end_the_newest_first(tmp_path: Path) -> None:
+def test_closing_writes_blocks_held_only_in_memory_newest_first(tmp_path: Path) -> None:
     """The disk has room for one of three conversations, all used within the last hour."""
     prompts = [[*[first + i % 50 for i in range(700)], 259, 60] for first in (40, 100, 160)]
     alone = on_disk(tmp_path / "alone")
@@ -123,7 +123,7 @@ def test_what_memory_alone_holds_is_written_at_the_end_the_newest_first(tmp_path
 
 
 @pytest.mark.parametrize("moment", ["queued", "prefill", "decode", "ended", "writing"])
-def test_killed_at_any_moment_it_starts_again_and_knows_what_was_answered(
+def test_an_engine_killed_at_any_moment_restarts_with_its_answered_prefixes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """The files on disk at the moment of a kill are emulated by a copy of the folder; a second

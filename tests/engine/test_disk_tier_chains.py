@@ -48,7 +48,7 @@ ACTION = st.tuples(st.sampled_from(["store", "read", "restart"]), LINE)
 
 @settings(max_examples=examples(80))
 @given(actions=st.lists(ACTION, min_size=1, max_size=12), capacity=st.integers(400, 4000))
-def test_no_file_is_ever_out_of_reach(
+def test_every_file_on_disk_is_reachable_from_its_first_block(
     tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[str, list[int]]], capacity: int
 ) -> None:
     directory = tmp_path_factory.mktemp("kv")
@@ -101,7 +101,7 @@ def test_a_block_whose_file_was_evicted_keeps_its_memory(tmp_path: Path) -> None
     tier.close()
 
 
-def test_room_in_memory_costs_no_file_of_what_the_context_holds(tmp_path: Path) -> None:
+def test_freeing_memory_deletes_no_file_of_a_sequence_in_the_context(tmp_path: Path) -> None:
     """A block that is only on disk has no memory to free."""
     tier, cache, _ = open_tier(tmp_path, 10**6)
     lines = [[1] * PIECE, [2] * PIECE]
@@ -120,7 +120,7 @@ def test_room_in_memory_costs_no_file_of_what_the_context_holds(tmp_path: Path) 
     tier.close()
 
 
-def test_the_last_of_a_disk_is_left_to_others(
+def test_the_last_free_space_of_a_disk_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free_bytes = 10**12
@@ -146,7 +146,7 @@ def test_the_last_of_a_disk_is_left_to_others(
     tier.close()
 
 
-def test_what_could_not_be_written_is_not_tried_again_until_it_is_used_again(
+def test_a_failed_write_is_not_retried_before_the_block_is_used_again(
     tmp_path: Path,
 ) -> None:
     """An engine that closes asks repeatedly while blocks may still be written."""

@@ -40,7 +40,7 @@ def spell(token: int) -> bytes:
     st.integers(0, 4),
     st.lists(st.sampled_from(["\n", ":", "*", "b\n", "a\nb", "cc"]), max_size=3),
 )
-def test_dry_finds_what_its_definition_says(
+def test_dry_equals_its_definition(
     history: list[int], last: int, allowed: int, breakers: list[str]
 ) -> None:
     sampling = replace(
@@ -54,7 +54,7 @@ def test_dry_finds_what_its_definition_says(
     )
 
 
-def test_llama_cpps_own_example() -> None:
+def test_dry_penalties_equal_the_example_of_llama_cpp() -> None:
     """a b c c b c y a b c: c would be the fourth token of a repetition, y the third, b the
     second."""
     a, b, c, y = 0, 1, 2, 7
@@ -64,7 +64,7 @@ def test_llama_cpps_own_example() -> None:
     assert dry_penalty(sampling, 3) == pytest.approx(0.8 * 1.75**2)
 
 
-def test_the_penalty_reaches_the_logits_and_nothing_else() -> None:
+def test_the_dry_penalty_changes_only_a_copy_of_the_logits() -> None:
     sampling = replace(DRY, temperature=1.0, dry_sequence_breakers=())
     row = np.zeros(len(PIECES), dtype=np.float32)
     out = Sampler(sampling, None, TokenRules(text=spell)).prepared(row, [0, 1, 2, 0, 1])
@@ -72,7 +72,7 @@ def test_the_penalty_reaches_the_logits_and_nothing_else() -> None:
     assert not row.any()
 
 
-def test_a_very_long_repetition_is_a_number_still() -> None:
+def test_the_penalty_of_a_very_long_repetition_is_finite() -> None:
     history = [0, 1] * 3000
     (length,) = dry_repetitions(replace(DRY, dry_sequence_breakers=()), history, spell).values()
     assert 150 < length < 170
@@ -111,7 +111,7 @@ def xtc_slowly(row: list[float], s: Sampling) -> dict[int, float]:
     st.sampled_from([0.01, 0.1, 0.3, 0.6]),
     st.sampled_from([0.5, 1.0, 2.0]),
 )
-def test_xtc_is_what_its_definition_says(
+def test_xtc_equals_its_definition(
     row: list[int], chance: float, threshold: float, temperature: float
 ) -> None:
     values = [v / 10 for v in row]
@@ -131,7 +131,7 @@ def test_xtc_is_what_its_definition_says(
     )
 
 
-def test_xtc_works_on_what_the_filters_leave() -> None:
+def test_xtc_applies_to_the_tokens_that_pass_the_filters() -> None:
     logits = np.log(np.asarray([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
     found = distribution(
         logits, Sampling(temperature=1.0, top_k=2, top_p=1, min_p=0, xtc_probability=1.0)
@@ -145,7 +145,9 @@ def test_xtc_works_on_what_the_filters_leave() -> None:
     [{"xtc_probability": 0.5}, {"dry_multiplier": 2.0, "dry_sequence_breakers": ()}, {}],
     ids=str,
 )
-def test_drafts_are_verified_against_what_would_be_drawn(change: dict[str, object], n: int) -> None:
+def test_drafts_are_verified_against_the_distribution_with_dry_and_xtc(
+    change: dict[str, object], n: int
+) -> None:
     rng = np.random.default_rng(5)
     sampling = replace(Sampling(temperature=0.9, seed=1), **change)  # type: ignore[arg-type]
     logits, history = rng.normal(size=8).astype(np.float32) * 2, [0, 1, 2, 5, 0, 1]
@@ -190,7 +192,7 @@ def test_an_answer_is_the_same_with_and_without_drafts_under_dry(temperature: fl
     assert plain != generated("off", replace(dry, dry_multiplier=0.0))[0]
 
 
-def test_nothing_is_looked_at_when_they_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_dry_and_xtc_read_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: object) -> None:
         raise AssertionError("DRY was asked")
 

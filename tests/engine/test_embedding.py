@@ -95,7 +95,7 @@ async def die_of_a_request(engine: EmbeddingEngine) -> None:
         await asked
 
 
-def test_one_that_dies_of_every_request_is_refused_for_a_while(bert: Path) -> None:
+def test_a_model_that_crashes_on_every_request_is_refused_for_a_while(bert: Path) -> None:
     async def story() -> None:
         host = Supervisor(EmbeddingOptions(str(bert)))
         for _ in range(4):
@@ -110,7 +110,7 @@ def test_one_that_dies_of_every_request_is_refused_for_a_while(bert: Path) -> No
     asyncio.run(story())
 
 
-def test_one_that_embedded_something_is_loaded_again_at_once(bert: Path) -> None:
+def test_a_model_that_embedded_a_text_is_loaded_again_at_once(bert: Path) -> None:
     async def story() -> None:
         host = Supervisor(EmbeddingOptions(str(bert)))
         for _ in range(6):
@@ -122,7 +122,7 @@ def test_one_that_embedded_something_is_loaded_again_at_once(bert: Path) -> None
     asyncio.run(story())
 
 
-def test_one_that_dies_of_every_load_is_refused_for_a_while(
+def test_a_model_that_crashes_on_every_load_is_refused_for_a_while(
     bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "false")
@@ -149,7 +149,7 @@ def test_a_load_that_would_take_the_headroom_never_starts(bert: Path) -> None:
     asyncio.run(story())
 
 
-def test_a_question_it_can_not_read_is_answered_all_the_same(bert: Path) -> None:
+def test_an_invalid_request_to_the_embedding_worker_gets_an_error(bert: Path) -> None:
     async def story() -> None:
         host = Supervisor(EmbeddingOptions(str(bert)))
         engine = await host.engine()
@@ -161,7 +161,7 @@ def test_a_question_it_can_not_read_is_answered_all_the_same(bert: Path) -> None
     asyncio.run(story())
 
 
-def test_what_is_no_embedding_model_is_refused_by_its_own_reason(
+def test_a_model_without_embeddings_is_refused_with_the_reason(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     async def story() -> None:
@@ -173,7 +173,7 @@ def test_what_is_no_embedding_model_is_refused_by_its_own_reason(
     asyncio.run(story())
 
 
-def test_its_process_has_the_environment_of_a_worker(bert: Path) -> None:
+def test_the_embedding_process_has_the_environment_of_a_worker(bert: Path) -> None:
     async def main() -> None:
         host = Supervisor(EmbeddingOptions(str(bert)))
         try:

@@ -48,7 +48,7 @@ def test_an_answer_does_not_end_before_min_tokens(draft: str) -> None:
 
 @DRAFTS
 @pytest.mark.parametrize("hot", [False, True], ids=["greedy", "drawn"])
-def test_where_the_end_is_ignored_it_is_never_written(draft: str, hot: bool) -> None:
+def test_an_ignored_end_token_is_never_generated(draft: str, hot: bool) -> None:
     """As in llama.cpp's server: tokens that end a turn have no text, and later tokens would belong
     to another turn."""
     sampling = a_seed_that_ends_soon() if hot else GREEDY
@@ -82,7 +82,7 @@ THINKS = ThinkingLimit(tokens=25, opening="<think>", closing="</think>", after="
 
 @DRAFTS
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=4)], ids=["greedy", "drawn"])
-def test_at_the_end_of_the_budget_the_end_of_thought_is_forced(
+def test_the_end_of_reasoning_is_forced_at_the_end_of_the_budget(
     draft: str, sampling: Sampling
 ) -> None:
     free = answer(draft, sampling, ignore_eos=True)
@@ -94,7 +94,7 @@ def test_at_the_end_of_the_budget_the_end_of_thought_is_forced(
     assert len(held.tokens["r"]) == 80
 
 
-def test_a_budget_of_nothing_ends_it_at_once() -> None:
+def test_a_reasoning_budget_of_zero_ends_the_reasoning_at_once() -> None:
     none = ThinkingLimit(0, "<think>", "</think>", "\n\n", opened=True)
     assert answer(ignore_eos=True, thinking=none).text["r"].startswith("</think>\n\n")
 
@@ -131,16 +131,16 @@ def limit(tokens: int) -> ThinkingLimit:
     return ThinkingLimit(tokens, "<think>", "</think>", "\n\n")
 
 
-def test_a_model_that_opens_its_reasoning_itself_is_counted_from_there() -> None:
+def test_the_budget_counts_from_the_point_where_the_model_opens_its_reasoning() -> None:
     assert saying("\n<think>" + "hm " * 30, limit(9)).startswith("\n<think>hm hm hm </think>\n\n")
 
 
-def test_a_model_that_does_not_reason_is_left_alone() -> None:
+def test_a_reasoning_budget_does_not_change_an_answer_without_reasoning() -> None:
     assert saying("plain words " * 5, limit(9)).startswith("plain words " * 5)
     assert "</think>" not in saying("plain <think>words " * 5, limit(9))
 
 
-def test_reasoning_that_ended_in_time_is_left_alone() -> None:
+def test_a_reasoning_budget_does_not_change_reasoning_that_ended_in_time() -> None:
     words = "<think>short</think>\n\nThe answer is a long one."
     said = saying(words, limit(14))
     assert said.startswith(words)

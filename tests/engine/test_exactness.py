@@ -57,7 +57,9 @@ def test_random_mixes_equal_isolated_runs(shape: str, mixes: int, tmp_path: Path
     alone.close()
 
 
-def test_an_end_that_is_forbidden_is_not_taken_from_a_device_that_sorts(tiny_model: Path) -> None:
+def test_a_forbidden_end_token_is_not_chosen_if_the_device_selects_candidates(
+    tiny_model: Path,
+) -> None:
     """Several concurrent greedy streams have the end token as their best logit. The best token
     found by the device may be forbidden."""
     spec, rng = LoadSpec(str(tiny_model), n_ctx=1024, n_seq_max=8), random.Random(1)
@@ -84,7 +86,7 @@ def test_an_end_that_is_forbidden_is_not_taken_from_a_device_that_sorts(tiny_mod
     alone.close()
 
 
-def test_real_weights_say_the_same_in_a_crowd_as_alone(few_layers: Path) -> None:
+def test_a_real_model_answers_the_same_with_many_requests_as_alone(few_layers: Path) -> None:
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=4096))
     engine = Engine(backend)
     questions = [
@@ -119,7 +121,9 @@ class Jumping:
         return self._now_s
 
 
-def test_one_who_shares_nothing_is_told_the_same_bits_alone(few_layers: Path) -> None:
+def test_a_request_without_prompt_cache_gets_bit_identical_log_probabilities(
+    few_layers: Path,
+) -> None:
     """This holds for any duration of steps and any earlier requests."""
     prompt = [(i * 7919) % 40_000 + 50 for i in range(300)] * 2
     said = []

@@ -43,7 +43,7 @@ class Faulty(ScriptedBackend):
 
 @pytest.mark.parametrize("what", ["step", "argmax"])
 @pytest.mark.parametrize("rows", [1, 2, 8])
-def test_a_probe_that_fails_ends_drafting_and_nothing_else(what: str, rows: int) -> None:
+def test_a_failed_probe_ends_only_drafting(what: str, rows: int) -> None:
     backend = Faulty(
         lambda at, n: BackendFailure("no kernel") if at == what and n == rows and idle else None
     )
@@ -64,7 +64,7 @@ def test_a_probe_that_fails_ends_drafting_and_nothing_else(what: str, rows: int)
     engine.check_integrity()
 
 
-def test_a_probe_without_room_is_made_later() -> None:
+def test_a_probe_without_free_cells_runs_later() -> None:
     full = True
     backend = Faulty(lambda at, n: NoCellsError("full") if full and at == "step" else None)
     engine = Engine(backend, EngineSettings(draft="auto"))

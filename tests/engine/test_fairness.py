@@ -65,7 +65,7 @@ def scripted(**settings_: int) -> Engine:
     return Engine(backend, EngineSettings(queue_limit=256, headroom_bytes=0, **settings_))
 
 
-def test_a_short_chat_waits_one_step_behind_two_hundred_long_requests() -> None:
+def test_a_short_chat_waits_one_step_despite_two_hundred_long_requests() -> None:
     """All slots are taken and 192 requests wait. The newcomer joins the next step, so it needs at
     most one step more than alone."""
     prompt = "a short question?"
@@ -80,7 +80,7 @@ def test_a_short_chat_waits_one_step_behind_two_hundred_long_requests() -> None:
     assert isinstance(outcome.finish("b"), Finish)
 
 
-def test_prompts_are_read_for_the_newcomer_first() -> None:
+def test_prompts_of_a_new_tenant_are_prefilled_first() -> None:
     """No request decodes yet; all are prefilling long prompts."""
     engine = scripted()
     outcome = crowded(engine, 20, n_steps=1)
@@ -88,7 +88,7 @@ def test_prompts_are_read_for_the_newcomer_first() -> None:
     assert steps_to_first_token(engine, outcome, request) <= 3
 
 
-def test_who_was_alone_before_owes_nothing() -> None:
+def test_a_tenants_tokens_from_before_others_arrived_do_not_count() -> None:
     """Tokens from a time when no other tenant had requests do not count against a newcomer."""
     engine = scripted()
     for i in range(8):
@@ -122,7 +122,7 @@ def test_cached_prefixes_of_a_newcomer_come_before_those_of_a_crowd() -> None:
 
 
 @pytest.mark.parametrize(("tenant", "most"), [("", 128), ("named", 64)])
-def test_prompts_of_a_key_are_read_in_steps_that_another_key_can_wait_for(
+def test_prefill_steps_of_one_tenant_are_short_enough_for_another_to_wait(
     tenant: str, most: int
 ) -> None:
     """128 tokens take longer than the target duration of a step, but less than its limit."""
@@ -154,7 +154,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_on_a_slow_machine() -> None
     assert steps_to_first_token(engine, outcome, asked("b", "a short question?", "", 1)) <= 2
 
 
-def test_who_was_parked_for_another_says_the_same() -> None:
+def test_a_request_parked_for_another_tenant_keeps_its_answer() -> None:
     alone = run(scripted(), asked("greedy 7", f"7 {LONG}", "greedy", 60))
     engine = scripted()
     outcome = crowded(engine, 12, n_tokens=60, n_steps=20)
@@ -169,7 +169,7 @@ def test_who_was_parked_for_another_says_the_same() -> None:
     assert len(outcome.ends) == 16
 
 
-def test_two_with_much_to_do_get_as_much() -> None:
+def test_two_busy_tenants_get_equal_shares() -> None:
     engine = scripted()
     outcome = crowded(engine, 16, n_tokens=80, n_steps=1)
     for i in range(16):
@@ -187,7 +187,7 @@ def test_two_with_much_to_do_get_as_much() -> None:
 
 @pytest.mark.parametrize("n_steps", [0, 1, 7])
 @pytest.mark.parametrize("n_choices", [2, 8, 16])
-def test_choices_of_one_request_leave_a_place(n_choices: int, n_steps: int) -> None:
+def test_choices_of_one_request_make_room_for_a_newcomer(n_choices: int, n_steps: int) -> None:
     """The choices make room for any newcomer as requests of one tenant do for another tenant."""
     engine = scripted()
     outcome = Outcome()
@@ -203,7 +203,7 @@ def test_choices_of_one_request_leave_a_place(n_choices: int, n_steps: int) -> N
 
 
 @pytest.mark.parametrize("had", [0, CREDIT_TOKENS // 2, CREDIT_TOKENS])
-def test_who_has_had_much_still_has_a_place_beside_choices(had: int) -> None:
+def test_a_request_of_a_heavy_tenant_gets_a_slot_before_further_choices(had: int) -> None:
     """A request without a slot comes before the next choice of another request, even if that choice
     is due by token count."""
     engine = scripted()
@@ -223,7 +223,7 @@ def test_who_has_had_much_still_has_a_place_beside_choices(had: int) -> None:
     engine.check_integrity()
 
 
-def test_choices_get_no_more_than_their_tenant() -> None:
+def test_choices_get_no_more_than_the_share_of_their_tenant() -> None:
     """For any number of such requests of one tenant, the other tenant gets its half."""
     shares = Shares()
     for i in range(8):
@@ -235,7 +235,7 @@ def test_choices_get_no_more_than_their_tenant() -> None:
     assert shares.tokens_computed(("greedy", "request 1")) == 800
 
 
-def test_a_full_queue_is_full_for_its_owner_alone() -> None:
+def test_a_full_queue_refuses_only_the_tenant_that_filled_it() -> None:
     engine = Engine(ScriptedBackend(n_ctx=4096), EngineSettings(queue_limit=2, headroom_bytes=0))
     outcome = crowded(engine, 4, n_tokens=9, n_steps=0)
     assert outcome.failure("greedy 3").code == "server_busy"
@@ -243,7 +243,7 @@ def test_a_full_queue_is_full_for_its_owner_alone() -> None:
     assert steps_to_first_token(engine, outcome, request) <= 2
 
 
-def test_batch_waits_behind_others_whoever_sent_it() -> None:
+def test_low_priority_requests_wait_for_normal_ones_of_every_tenant() -> None:
     engine = scripted()
     outcome = crowded(engine, 20)
     request = asked("b", "hi", "other", 4, priority=-1)
@@ -260,7 +260,9 @@ Events = st.lists(
 
 @given(Events)
 @settings(max_examples=examples(60))
-def test_nobody_saves_up_more_than_the_credit(events: list[tuple[str, int, bool]]) -> None:
+def test_an_absent_tenant_gains_at_most_the_credit_limit(
+    events: list[tuple[str, int, bool]],
+) -> None:
     shares = Shares()
     here: set[str] = set()
     for tenant, tokens, leaves in events:
@@ -278,7 +280,9 @@ def test_nobody_saves_up_more_than_the_credit(events: list[tuple[str, int, bool]
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=16), st.sampled_from("abcde"))
-def test_making_way_never_turns_round(running: list[str], newcomer: str) -> None:
+def test_a_preempted_tenant_cannot_preempt_the_newcomer_back(
+    running: list[str], newcomer: str
+) -> None:
     """The tenant that gave up a slot would not get it back at once."""
     shares = Shares()
     for tenant in (*running, newcomer):
@@ -291,7 +295,7 @@ def test_making_way_never_turns_round(running: list[str], newcomer: str) -> None
 
 
 @pytest.mark.long
-def test_smollm2_serves_a_short_chat_beside_two_hundred_long_requests(smollm2: Path) -> None:
+def test_smollm2_serves_a_short_chat_during_two_hundred_long_requests(smollm2: Path) -> None:
     from localllm_backends.llamacpp import backend_type as llamacpp
 
     def engine() -> Engine:

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-def test_nobody_is_parked_for_a_fork_that_takes_cells(
+def test_no_request_is_parked_for_a_fork_that_copies_cells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import mlx.core as mx

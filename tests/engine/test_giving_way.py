@@ -65,7 +65,7 @@ class Machine:
 @given(
     cores=st.integers(1, 64), busy=st.integers(0, 80), step_s=st.sampled_from([0.005, 0.05, 3.0])
 )
-def test_each_processor_that_others_keep_is_a_thread_less_and_comes_back(
+def test_each_core_used_by_other_programs_reduces_the_threads_by_one(
     cores: int, busy: int, step_s: float
 ) -> None:
     machine = Machine(cores)
@@ -75,21 +75,25 @@ def test_each_processor_that_others_keep_is_a_thread_less_and_comes_back(
 
 
 @given(cores=st.integers(2, 32), shares=st.lists(st.floats(0.0, 0.39), min_size=1, max_size=20))
-def test_who_takes_little_of_a_processor_is_not_felt(cores: int, shares: list[float]) -> None:
+def test_a_small_load_of_other_programs_does_not_reduce_the_threads(
+    cores: int, shares: list[float]
+) -> None:
     machine = Machine(cores)
     for share in shares:
         assert machine.steps(0.5, share) == cores
 
 
 @given(cores=st.integers(2, 32), busy=st.integers(1, 31), wobble=st.floats(0.0, 0.19))
-def test_it_does_not_waver_while_others_do_not(cores: int, busy: int, wobble: float) -> None:
+def test_the_thread_count_is_stable_under_a_steady_load(
+    cores: int, busy: int, wobble: float
+) -> None:
     machine = Machine(cores)
     busy = min(busy, cores - 1)
     told = {machine.steps(1.0, busy - 0.1 + sign * wobble / 2) for sign in (0, 1, -1, 1, -1)}
     assert told == {cores - busy}
 
 
-def test_what_others_took_while_nothing_was_computed_says_nothing() -> None:
+def test_load_of_other_programs_between_steps_does_not_reduce_the_threads() -> None:
     machine = Machine(4)
     machine.steps(1.0, 0.0)
     machine.now += 60.0
@@ -98,7 +102,7 @@ def test_what_others_took_while_nothing_was_computed_says_nothing() -> None:
 
 
 @given(cores=st.sampled_from([2, 4, 8, 16]))
-def test_two_that_give_way_to_each_other_share_the_processors(cores: int) -> None:
+def test_two_engines_that_yield_to_each_other_share_the_cores(cores: int) -> None:
     machines = [Machine(cores), Machine(cores)]
     threads = [cores, cores]
     for _ in range(20):
@@ -109,7 +113,7 @@ def test_two_that_give_way_to_each_other_share_the_processors(cores: int) -> Non
     assert threads == [cores // 2, cores // 2]
 
 
-def test_a_short_step_takes_fewer_threads_and_says_the_same(
+def test_a_short_step_with_fewer_threads_gives_the_same_answer(
     few_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The context is far shorter than the 512 tokens from which attention is split among threads

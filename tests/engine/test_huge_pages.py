@@ -49,7 +49,7 @@ def test_the_kv_of_a_worker_asks_for_huge_pages(few_layers: Path) -> None:
     assert asked_bytes > 8 * 2**20
 
 
-def test_a_choice_of_tunables_stays_and_pages_of_64_kib_are_left_alone(
+def test_user_glibc_tunables_stay_and_64_kib_pages_need_no_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "platform", "linux")

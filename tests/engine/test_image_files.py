@@ -102,12 +102,12 @@ def bomb(width: int, height: int) -> bytes:
         (b"BM" + b"\0" * 200, "not supported"),
     ],
 )
-def test_what_is_no_image_is_named(data: bytes, said: str) -> None:
+def test_a_file_that_is_no_image_is_refused_with_its_kind(data: bytes, said: str) -> None:
     with pytest.raises(ImageError, match=said):
         decode(data)
 
 
-def test_bombs_are_refused_before_anything_is_allocated() -> None:
+def test_decompression_bombs_are_refused_before_memory_is_allocated() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     files = [bomb(9000, 9000), bomb(20_000, 10)]
     for data in files:
@@ -126,7 +126,7 @@ def test_the_same_pixels_in_another_file_have_the_same_key() -> None:
     assert decode(made.getvalue()).key == decode(png(40, 30, 1)).key != decode(png(40, 30, 2)).key
 
 
-def test_sixteen_bits_and_animations_are_read_as_people_see_them() -> None:
+def test_sixteen_bit_images_and_animations_are_converted_as_viewers_show_them() -> None:
     from PIL import Image
 
     made = io.BytesIO()

@@ -145,7 +145,7 @@ def encodes(engine: Engine) -> int:
     return int(snapshot["image_encodes"]) + int(snapshot["sound_encodes"])
 
 
-def test_an_answer_is_the_plain_one_and_a_second_turn_encodes_nothing(
+def test_an_image_answer_is_exact_and_a_second_turn_encodes_no_image(
     model: VisionModel, tmp_path: Path
 ) -> None:
     settings = EngineSettings(disk_dir=str(tmp_path / "kv"), disk_free_bytes=0)
@@ -178,7 +178,7 @@ def test_an_answer_is_the_plain_one_and_a_second_turn_encodes_nothing(
     engine.close()
 
 
-def test_images_in_another_order_and_edits_compute_what_follows(model: VisionModel) -> None:
+def test_reordered_images_and_edits_recompute_only_later_tokens(model: VisionModel) -> None:
     engine = load(model)
     ask(engine, prompt("one {A} two {B} three {C} four"))
     settle(engine)
@@ -220,7 +220,7 @@ def test_many_requests_with_and_without_images_answer_as_each_alone(model: Visio
     engine.close()
 
 
-def test_one_that_leaves_in_the_middle_of_an_image_leaves_no_half_of_it(model: VisionModel) -> None:
+def test_a_request_cancelled_within_an_image_leaves_no_partial_image(model: VisionModel) -> None:
     engine = load(model, n_batch=64)
     expected = plain(engine, prompt("see {B} and {C} now"))
     stream = prompt("a stream of words", "stream", most=30)
@@ -232,7 +232,7 @@ def test_one_that_leaves_in_the_middle_of_an_image_leaves_no_half_of_it(model: V
     engine.close()
 
 
-def test_a_context_too_small_for_an_image_is_said_before_any_queue(model: VisionModel) -> None:
+def test_images_larger_than_the_context_are_refused_before_encoding(model: VisionModel) -> None:
     engine = load(model, n_ctx=256)
     outcome = ask(engine, prompt("{A}{B}{C}" * 8))
     failure = outcome.failure("r")
@@ -245,7 +245,7 @@ def test_a_context_too_small_for_an_image_is_said_before_any_queue(model: Vision
     engine.close()
 
 
-def test_penalties_and_drafts_look_past_images(model: VisionModel) -> None:
+def test_penalties_and_drafts_skip_image_tokens(model: VisionModel) -> None:
     from dataclasses import replace
 
     engine = load(model, EngineSettings(draft="ngram"))
@@ -264,7 +264,7 @@ def test_penalties_and_drafts_look_past_images(model: VisionModel) -> None:
 
 @needs_mtmd()
 @pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
-def test_heads_draft_behind_images_and_change_nothing(kind: str, tmp_path: Path) -> None:
+def test_heads_draft_after_images_without_changing_answers(kind: str, tmp_path: Path) -> None:
     """Once with positions in one dimension, once with two-dimensional positions and a recurrent
     state: heads start anew after an image and draft the text after it."""
     show_images()

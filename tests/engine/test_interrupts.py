@@ -54,7 +54,7 @@ def words(n: int, seed: int) -> list[int]:
     return [3 + (i * 7 + seed * 31) % 250 for i in range(n)]
 
 
-def test_a_prompt_that_is_read_alone_ends_in_the_middle_of_its_step() -> None:
+def test_cancelling_a_single_prompt_interrupts_its_step() -> None:
     backend = Interruptible()
     engine = Engine(backend)
     engine.submit(request_for("a", words(300, 1), 8, GREEDY), words(300, 1))
@@ -91,7 +91,7 @@ def test_a_cancel_that_comes_before_the_step_is_not_lost() -> None:
     run(engine, request_for("a", words(30, 1), 8, GREEDY))
 
 
-def test_a_step_that_others_share_goes_on() -> None:
+def test_cancelling_does_not_interrupt_a_step_shared_with_other_requests() -> None:
     backend = Interruptible()
     engine = Engine(backend)
     for key, n in (("short", 5), ("long", 300)):
@@ -162,7 +162,7 @@ def test_an_interrupted_step_of_llama_cpp_changes_nothing(
     assert an_interrupted_step_changes_nothing(write(tmp_path / "m.gguf"), 0) <= 1e-3
 
 
-def test_a_recurrent_state_can_not_be_taken_back_and_says_so(tmp_path: Path) -> None:
+def test_a_backend_with_recurrent_state_is_not_interruptible(tmp_path: Path) -> None:
     backend = llamacpp.load(
         LoadSpec(
             str(tiny_gguf.write_hybrid(tmp_path / "m.gguf")),
@@ -174,7 +174,7 @@ def test_a_recurrent_state_can_not_be_taken_back_and_says_so(tmp_path: Path) -> 
     backend.close()
 
 
-def test_a_worker_does_not_read_on_for_somebody_who_left(smollm2: Path) -> None:
+def test_a_worker_stops_prefilling_after_the_client_left(smollm2: Path) -> None:
     async def main() -> None:
         supervisor = Supervisor(
             WorkerOptions(
@@ -227,7 +227,7 @@ def largest_steps(interruptible: bool, others: int) -> int:
     return max(sum(n for _, n in s) for s in backend.steps[before:])
 
 
-def test_a_step_is_long_only_for_a_prompt_alone_that_can_leave_it() -> None:
+def test_a_step_is_long_only_for_a_single_interruptible_prompt() -> None:
     assert largest_steps(interruptible=True, others=0) == 450
     assert largest_steps(interruptible=False, others=0) == 192
     assert largest_steps(interruptible=True, others=1) >= 192

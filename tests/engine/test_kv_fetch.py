@@ -49,7 +49,7 @@ def pieces() -> list[bytes]:
 
 
 @pytest.mark.parametrize("yields", [True, False])
-def test_it_rests_after_each_piece_while_streams_decode(
+def test_a_transfer_rests_after_each_piece_while_streams_decode(
     yields: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rests: list[float] = []

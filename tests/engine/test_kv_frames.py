@@ -47,7 +47,7 @@ def test_a_damaged_byte_anywhere_makes_the_block_unreadable() -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1, 30, 1300])
-def test_a_short_body_is_no_block(n: int) -> None:
+def test_a_truncated_body_is_refused(n: int) -> None:
     body = b"".join([*block_frame(ENTRY, DATA)][1:])
     assert ENTRY.opened(memoryview(body[:n])) is None
 
@@ -71,6 +71,6 @@ def test_a_frame_over_its_limit_is_refused_before_memory_is_taken(head: tuple[by
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"\xff", b"{"])
-def test_words_that_are_no_object_are_refused(body: bytes) -> None:
+def test_a_json_part_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(BadFrameError):
         Frame(HEAD, memoryview(body)).words()

@@ -79,7 +79,7 @@ def eight(engine: Engine, n: int = 90) -> Outcome:
     return run(engine, *asked)
 
 
-def test_nothing_is_copied_while_others_run_and_all_of_it_between_requests() -> None:
+def test_sequences_are_copied_between_requests_and_not_during_them() -> None:
     backend = OnDevice()
     engine = Engine(backend, EngineSettings(headroom_bytes=0))
     answers = eight(engine)
@@ -100,7 +100,7 @@ def test_nothing_is_copied_while_others_run_and_all_of_it_between_requests() -> 
         assert end.usage.cached_tokens >= len(line) - 2
 
 
-def test_a_prompt_lies_in_one_run_and_is_copied_in_large_pieces() -> None:
+def test_a_prompt_occupies_one_run_of_cells_and_is_copied_in_large_pieces() -> None:
     backend = OnDevice()
     engine = Engine(backend, EngineSettings(headroom_bytes=0))
     run(engine, request_for("a", prompt(1, 2000), 4, GREEDY, ignore_eos=True))
@@ -109,7 +109,7 @@ def test_a_prompt_lies_in_one_run_and_is_copied_in_large_pieces() -> None:
     assert sum(backend.copies) <= 5 * 2 * LAYERS
 
 
-def test_where_cells_run_short_lines_leave_bit_by_bit_beside_the_others() -> None:
+def test_if_cells_run_short_idle_sequences_leave_gradually_during_other_requests() -> None:
     """The cells that a newcomer needs are free by then, so it does not wait for the export of a
     complete sequence."""
     backend = OnDevice(n_ctx=3000)
@@ -134,7 +134,7 @@ def test_where_cells_run_short_lines_leave_bit_by_bit_beside_the_others() -> Non
     )
 
 
-def test_on_a_cpu_lines_are_exported_at_once_and_leave() -> None:
+def test_on_a_cpu_idle_sequences_are_exported_at_once_and_leave_the_context() -> None:
     backend = OnDevice(on_device=False)
     engine = Engine(backend, EngineSettings(headroom_bytes=0))
     eight(engine)
@@ -160,7 +160,7 @@ def test_closing_exports_what_is_resident(tmp_path: Path) -> None:
 @given(
     steps=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), max_size=30)
 )
-def test_runs_are_those_of_tokens_taken_one_after_the_other(steps: list[list[int]]) -> None:
+def test_a_run_consists_of_cells_taken_consecutively(steps: list[list[int]]) -> None:
     ledger = CellLedger(200)
     order: dict[int, list[int]] = {i: [] for i in range(4)}
     for i in order:
@@ -176,7 +176,7 @@ def test_runs_are_those_of_tokens_taken_one_after_the_other(steps: list[list[int
         assert ledger.runs(i, 0, len(taken)) == runs
 
 
-def test_what_is_taken_at_once_is_one_run_wherever_others_were_before() -> None:
+def test_tokens_appended_together_form_one_run_after_earlier_sequences_left() -> None:
     ledger = CellLedger(64)
     for i in range(4):
         ledger.open(i)
@@ -205,7 +205,7 @@ def test_llama_cpp_counts_the_runs_of_what_was_decoded_together(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("n_seq_max", [4, 9])
-def test_where_sequences_run_short_the_oldest_line_leaves(n_seq_max: int) -> None:
+def test_if_sequences_run_short_the_oldest_idle_one_leaves(n_seq_max: int) -> None:
     backend = OnDevice(n_seq_max=n_seq_max)
     engine = Engine(backend, EngineSettings(headroom_bytes=0))
     for i in range(12):

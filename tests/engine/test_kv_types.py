@@ -134,7 +134,7 @@ def test_k_and_v_may_differ(few_layers: Path, pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("cards", [0, 1])
-def test_a_real_probe_times_both_types_and_deeper_beside_a_card(
+def test_a_real_probe_times_both_types_and_also_at_depth_on_a_gpu(
     few_layers: Path, monkeypatch: pytest.MonkeyPatch, cards: int
 ) -> None:
     monkeypatch.undo()
@@ -221,14 +221,14 @@ def test_a_type_llamacpp_refuses_is_replaced_with_its_reason(
     assert said in note
 
 
-def test_a_slow_type_is_kept_where_f16_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_type_is_used_if_f16_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     slow: dict[Pair, float | str] = {("q8_0", "q8_0"): 0.2, ("q8_0", "f16"): 0.2}
     pair, note = decide(monkeypatch, asked("q8_0", "q8_0"), slow, room=False)
     assert pair == ("q8_0", "q8_0")
     assert "does not fit" in note
 
 
-def test_a_cost_at_depth_is_carried_on_to_what_people_fill() -> None:
+def test_a_cost_at_depth_is_extrapolated_to_the_used_context() -> None:
     """An 8B model on an RTX 3080: at 128 and at 4,096 tokens the types differ only by noise, but at
     52,000 tokens q8_0 has 0.6 of f16's speed."""
     near, deep = Timing(0.0120, 0.0120, 128), Timing(0.0132, 0.0124, 4096)
@@ -238,7 +238,7 @@ def test_a_cost_at_depth_is_carried_on_to_what_people_fill() -> None:
     assert not deep.extrapolated(near, 8192).slow
 
 
-def test_a_type_that_is_quicker_at_depth_stays_quicker() -> None:
+def test_a_type_that_is_faster_at_depth_is_not_extrapolated_as_slower() -> None:
     near, deep = Timing(0.0120, 0.0120, 128), Timing(0.0121, 0.0124, 4096)
     there = deep.extrapolated(near, 65_536)
     assert there.wanted_s < there.f16_s

@@ -81,7 +81,7 @@ def answer(
     return run(engine, request), engine, backend
 
 
-def test_the_grammar_holds_behind_the_trigger_and_the_answer_is_one_request() -> None:
+def test_the_grammar_applies_after_the_trigger_within_one_request() -> None:
     said, engine, _ = answer('Hm. <call>{"n": 7}', Constraint(triggers=ONE))
     assert re.fullmatch(r'Hm\. <call>\n\{"n": [12] ?\}</call>', said.text["a"])
     assert said.finish("a").reason == "stop"
@@ -89,7 +89,7 @@ def test_the_grammar_holds_behind_the_trigger_and_the_answer_is_one_request() ->
     assert said.finish("a").usage.completion_tokens == len(said.tokens["a"])
 
 
-def test_the_answer_goes_on_behind_a_call_that_may_be_followed() -> None:
+def test_an_answer_continues_after_a_call_that_allows_more_text() -> None:
     words = 'a<call>\n{"n": 1}</call>b<call>\n{"n": 2}</call>c'
     said, engine, _ = answer(words, Constraint(triggers=MORE))
     assert said.text["a"] == words
@@ -98,14 +98,14 @@ def test_the_answer_goes_on_behind_a_call_that_may_be_followed() -> None:
     assert without.text["a"] == 'a<call>\n{"n": 1}</call>'
 
 
-def test_an_answer_ends_with_a_call_that_is_made_over_and_over() -> None:
+def test_an_answer_ends_after_too_many_repeated_calls() -> None:
     words = '<call>\n{"n": 1}</call><call>\n{"n": 2}</call>' * 20
     said, _, _ = answer(words, Constraint(triggers=MORE), most=900)
     assert said.text["a"].count("<call>") == 7
     assert said.finish("a").reason == "stop"
 
 
-def test_an_opening_of_the_first_call_alone_ends_the_answer_if_it_comes_again() -> None:
+def test_a_trigger_allowed_only_once_ends_the_answer_at_its_second_use() -> None:
     once = {"<call>": GrammarTrigger("\n", CALL, "</call>", again=True, once=True)}
     said, _, _ = answer(
         '<call>\n{"n": 1}</call> <call>\n{"n": 2}</call>', Constraint(triggers=once)
@@ -116,7 +116,9 @@ def test_an_opening_of_the_first_call_alone_ends_the_answer_if_it_comes_again() 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.7, seed=3)])
 @pytest.mark.parametrize("trigger", [ONE, MORE], ids=["one", "more"])
-def test_in_the_middle_of_a_draft(sampling: Sampling, trigger: dict[str, GrammarTrigger]) -> None:
+def test_a_trigger_within_a_draft_discards_the_rest_of_the_draft(
+    sampling: Sampling, trigger: dict[str, GrammarTrigger]
+) -> None:
     """Draft tokens after the trigger are discarded, even if they match the unconstrained answer."""
     words = 'The answer is this: <call>{"n": 7}</call> and more of it'
     constraint = Constraint(triggers=trigger)
@@ -159,7 +161,7 @@ def test_the_limit_on_the_reasoning_ends_it_and_the_grammar_begins() -> None:
     assert json.loads(said.text["a"].partition("</think>")[2])["n"] in (1, 2)
 
 
-def test_a_trigger_within_the_reasoning_is_a_word() -> None:
+def test_a_trigger_within_the_reasoning_is_ordinary_text() -> None:
     words = 'I write <call>{"n": 7}</think>ok'
     said, _, _ = answer(words, Constraint(triggers=MORE, reasoning=THINKS))
     assert said.text["a"] == words
@@ -168,13 +170,13 @@ def test_a_trigger_within_the_reasoning_is_a_word() -> None:
     assert said.text["a"] == "<think>" + words
 
 
-def test_a_call_before_any_word_of_the_reasoning_is_one_if_the_model_calls_so() -> None:
+def test_a_call_at_the_start_of_reasoning_counts_if_the_model_may_call_there() -> None:
     may = Reasoning("<think>", "</think>", opened=True, may_call=True)
     said, _, _ = answer('\n<call>{"n": 7}', Constraint(triggers=ONE, reasoning=may))
     assert json.loads(said.text["a"].partition("<call>")[2].removesuffix("</call>"))["n"] in (1, 2)
 
 
-def test_a_stop_text_ends_the_free_part_and_no_call() -> None:
+def test_a_stop_string_ends_free_text_but_not_a_call() -> None:
     words = 'a<call>\n{"n": 1}</call>b1c'
     said, _, _ = answer(words, Constraint(triggers=MORE), stop=("1",))
     assert said.text["a"] == 'a<call>\n{"n": 1}</call>b'
@@ -187,7 +189,7 @@ def test_a_limit_counts_the_whole_answer() -> None:
     assert said.finish("a").reason == "length"
 
 
-def test_what_the_marker_needs_before_it() -> None:
+def test_a_trigger_with_a_required_prefix_counts_only_after_it() -> None:
     behind = {"<call>": GrammarTrigger("\n", CALL, preceded_by=r"to=\w+ ")}
     free, _, _ = answer('<call>{"n": 7}', Constraint(triggers=behind))
     assert free.text["a"] == '<call>{"n": 7}'

@@ -62,7 +62,7 @@ SHAPES = {
     starts=st.lists(st.lists(ASKED, min_size=1, max_size=4), min_size=2, max_size=4),
     read_mb_s=st.sampled_from(READ_MB_S),
 )
-def test_at_most_the_last_line_is_resident_in_every_start(
+def test_at_most_the_last_sequence_is_in_the_context_at_each_start(
     shape: str, starts: list[list[tuple[int, int]]], read_mb_s: float
 ) -> None:
     """This also holds if the disk is slower than computing, so that no KV is read back from it."""
@@ -83,7 +83,7 @@ def test_at_most_the_last_line_is_resident_in_every_start(
             engine.close()
 
 
-def test_a_real_model_is_as_empty_after_a_restart_as_before(
+def test_a_real_models_context_is_as_empty_after_a_restart_as_before(
     few_layers: Path, tmp_path: Path
 ) -> None:
     """SmolLM2. In the first process one sequence shared one token more than the system prompt with
@@ -112,7 +112,7 @@ def test_a_real_model_is_as_empty_after_a_restart_as_before(
     cache_tokens=st.integers(50, 3000),
     shape=st.sampled_from(sorted(SHAPES)),
 )
-def test_in_a_memory_of_any_size_it_comes_to_rest(
+def test_evictions_end_for_any_memory_size(
     starts: list[list[tuple[int, int]]], cache_tokens: int, shape: str
 ) -> None:
     """Sequences that don't fit together into the cache's memory do not evict each other forever."""
@@ -155,7 +155,7 @@ class Clocked(ScriptedBackend):
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=examples(30))
 @given(asked=st.lists(st.tuples(ASKED, st.booleans()), min_size=2, max_size=6))
-def test_a_prompt_is_not_read_beside_lines_that_nobody_runs(
+def test_idle_sequences_leave_the_context_before_a_prompt_is_computed(
     shape: str, asked: list[tuple[tuple[int, int], bool]]
 ) -> None:
     """This holds for a prompt that follows an answer at once, as an agent's does, and for one after
@@ -175,7 +175,7 @@ def test_a_prompt_is_not_read_beside_lines_that_nobody_runs(
             settle(engine)
 
 
-def test_a_short_question_does_not_wait_for_others_lines_to_be_copied() -> None:
+def test_a_short_question_does_not_wait_for_copies_of_idle_sequences() -> None:
     """Idle sequences leave in parallel with its steps, one piece per step."""
     backend = Clocked()
     engine = Engine(backend, EngineSettings(), clock=lambda: backend.now)
@@ -194,7 +194,7 @@ def test_a_short_question_does_not_wait_for_others_lines_to_be_copied() -> None:
     assert len(engine.pool.idle) == 1
 
 
-def test_a_new_prompt_is_as_quick_behind_a_long_one_as_alone(few_layers: Path) -> None:
+def test_a_new_prompt_after_a_long_one_is_as_fast_as_alone(few_layers: Path) -> None:
     """Measured by the number of cells that llama.cpp's attention covers. Cells located before the
     prompt's own count too."""
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=2048, n_seq_max=4, n_batch=256))

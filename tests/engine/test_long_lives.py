@@ -202,13 +202,13 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_life_goes_well_from_its_start_to_its_end(seed: int, tmp_path: Path) -> None:
+def test_every_request_of_a_random_server_lifetime_ends(seed: int, tmp_path: Path) -> None:
     life = live(tmp_path, seed)
     assert life.outcome.ends.keys() == life.prompts.keys()
 
 
 @pytest.mark.long
-def test_a_thousand_more_lives_go_well(tmp_path: Path) -> None:
+def test_every_request_of_a_thousand_random_lifetimes_ends(tmp_path: Path) -> None:
     for seed in range(40, 1040):
         life = live(tmp_path / str(seed), seed)
         assert life.outcome.ends.keys() == life.prompts.keys()

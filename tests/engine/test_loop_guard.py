@@ -41,7 +41,7 @@ def read_slowly(tokens: list[int], limits: LoopLimits) -> int | None:
     st.lists(st.integers(0, 2), max_size=60),
     st.builds(LoopLimits, st.integers(4, 9), st.integers(1, 4), st.integers(2, 5)),
 )
-def test_it_is_what_the_definition_says(tokens: list[int], limits: LoopLimits) -> None:
+def test_the_loop_guard_equals_its_definition(tokens: list[int], limits: LoopLimits) -> None:
     assert ends_at(tokens, limits) == read_slowly(tokens, limits)
 
 
@@ -61,7 +61,7 @@ LOOPING = {
 LIMITS = {"repetition_detection": {"max_pattern_size": 64, "min_pattern_size": 4, "min_count": 3}}
 
 
-def test_a_models_loop_ends_with_its_name(url: str) -> None:
+def test_a_models_loop_ends_with_the_finish_reason_repetition(url: str) -> None:
     def ask(**more: object) -> dict[str, object]:
         return httpx.post(
             url + "/v1/completions", json={**LOOPING, **more}, timeout=120, trust_env=False

@@ -99,7 +99,7 @@ PARTS = st.sampled_from([turn(40, 40), turn(41, 9), turn(42, 25), turn(43, 3)])
 
 
 @pytest.mark.parametrize("segments", [True, False])
-def test_what_is_remembered_is_what_a_new_look_finds(
+def test_a_cached_match_equals_a_new_lookup(
     monkeypatch: pytest.MonkeyPatch, segments: bool
 ) -> None:
     agreed = checked(monkeypatch)

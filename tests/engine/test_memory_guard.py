@@ -147,7 +147,7 @@ def test_the_older_cgroups_are_read_too_and_no_limit_is_none() -> None:
     assert system(v1).available_bytes() == 99_000
 
 
-def test_huge_pages_that_somebody_reserved_take_nothing_from_what_is_available() -> None:
+def test_reserved_huge_pages_do_not_reduce_available_memory() -> None:
     huge = {
         "/proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 60 kB\nHugePages_Total: "
         "9\nHugePages_Free: "
@@ -169,7 +169,7 @@ def test_a_kernel_without_mem_available_has_what_is_free_and_cached_but_for_shar
 
 @pytest.mark.parametrize(("level", "means"), [(1, "none"), (2, "shrink"), (4, "hold")])
 @pytest.mark.parametrize("percent", [1, 50, 99])
-def test_macos_says_itself_how_short_memory_is(level: int, means: str, percent: int) -> None:
+def test_macos_reports_its_memory_pressure_level(level: int, means: str, percent: int) -> None:
     """The pressure level that macOS reports decides, for any available memory. macOS compresses and
     swaps long before a Mac runs out of memory, and then reports pressure."""
     said = {
@@ -188,7 +188,7 @@ def test_macos_says_itself_how_short_memory_is(level: int, means: str, percent: 
 
 
 @pytest.mark.parametrize("level", [None, 0, 3, 99])
-def test_a_level_nobody_knows_leaves_the_word_to_what_is_available(level: int | None) -> None:
+def test_with_an_unknown_macos_level_available_memory_decides(level: int | None) -> None:
     mac = SystemMemory(read=lambda _: "", sysctl={"kern.memorystatus_vm_pressure_level": level}.get)
     for available, means in ((2 * GIB, "none"), (90 * MB, "shrink"), (10 * MB, "hold")):
         guard = MemoryGuard(lambda free=available: free, HEADROOM, mac.pressure)  # type: ignore[misc]
@@ -196,11 +196,11 @@ def test_a_level_nobody_knows_leaves_the_word_to_what_is_available(level: int | 
         assert guard.pressure == means
 
 
-def test_a_system_that_does_not_say_is_unknown() -> None:
+def test_available_memory_is_unknown_if_the_system_does_not_report_it() -> None:
     assert system({"/proc/meminfo": "MemTotal: 100 kB"}).available_bytes() is None
 
 
-def test_this_machine_answers() -> None:
+def test_this_machine_reports_available_and_total_memory() -> None:
     memory = SystemMemory(process_and_children)
     available, total = memory.available_bytes(), memory.total_bytes
     assert available is not None

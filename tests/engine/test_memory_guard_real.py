@@ -129,7 +129,7 @@ def test_a_load_that_would_take_the_headroom_never_starts_a_process_and_one_that
     asyncio.run(story())
 
 
-def test_a_real_worker_looks_at_this_machine_and_serves_even_when_it_is_full(
+def test_a_real_worker_checks_memory_and_serves_even_if_memory_is_full(
     few_layers: Path,
 ) -> None:
     async def story(**engine_settings: Any) -> tuple[list[list[int]], dict[str, Any]]:

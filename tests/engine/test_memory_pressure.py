@@ -47,7 +47,7 @@ def put(cache: PrefixCache, line: list[int], *, filed: bool = False, size: int =
     )
 
 
-def test_the_longest_unused_goes_first_and_what_is_used_stays() -> None:
+def test_the_least_recently_used_block_is_evicted_first_and_used_blocks_stay() -> None:
     cache = PrefixCache(capacity_bytes=1000)
     for line in ([1, 2], [1, 2, 3], [5, 6], [7, 8]):
         put(cache, line)
@@ -60,7 +60,7 @@ def test_the_longest_unused_goes_first_and_what_is_used_stays() -> None:
     cache.check_integrity()
 
 
-def test_what_is_on_disk_loses_only_its_memory_all_the_way_up() -> None:
+def test_shrinking_keeps_the_disk_copies_of_a_complete_path() -> None:
     cache = PrefixCache(capacity_bytes=1000)
     for n in (2, 4, 6):
         put(cache, list(range(n)), filed=True)
@@ -70,7 +70,7 @@ def test_what_is_on_disk_loses_only_its_memory_all_the_way_up() -> None:
     cache.check_integrity()
 
 
-def test_what_hangs_on_a_beginning_without_a_copy_stays_behind_a_gap() -> None:
+def test_shrinking_keeps_a_block_on_disk_after_evicting_its_parent() -> None:
     cache = PrefixCache(capacity_bytes=1000)
     put(cache, [1, 2])
     put(cache, [1, 2, 3], filed=True)
@@ -86,7 +86,7 @@ line_lists = st.lists(
 
 
 @given(line_lists, st.booleans(), st.integers(0, 300), st.lists(st.integers(0, 2), max_size=10))
-def test_shrinking_gives_what_is_asked_for_or_all_but_what_is_held(
+def test_shrinking_frees_the_requested_bytes_or_all_unlocked_blocks(
     stored: list[tuple[list[int], bool]], whole: bool, ask: int, held_line: list[int]
 ) -> None:
     cache = PrefixCache("state" if whole else "kv", capacity_bytes=10**6)
@@ -130,7 +130,7 @@ def ask(name: str, text: str = "", n: int = 8) -> Request:
     )
 
 
-def test_a_pressed_cache_gives_back_what_is_missing_and_grows_again_afterwards() -> None:
+def test_under_pressure_a_cache_frees_the_missing_bytes_and_grows_again_later() -> None:
     machine = Machine()
     engine = machine.engine(KvAtLoad(n_ctx=1024))
     run(engine, *(ask(str(i)) for i in range(6)))
@@ -168,7 +168,7 @@ def most_at_once(engine: Engine, *requests: Request) -> tuple[int, Outcome]:
     return most, outcome
 
 
-def test_where_kv_is_there_after_loading_joining_takes_no_memory_and_is_never_refused() -> None:
+def test_with_kv_allocated_at_load_admission_is_never_refused_for_memory() -> None:
     most, outcome = most_at_once(
         Machine(40).engine(KvAtLoad(n_ctx=1024)), *(ask(str(i)) for i in range(4))
     )
@@ -176,7 +176,7 @@ def test_where_kv_is_there_after_loading_joining_takes_no_memory_and_is_never_re
     assert all(isinstance(outcome.finish(str(i)), Finish) for i in range(4))
 
 
-def test_where_kv_grows_nobody_joins_when_memory_is_nearly_gone_but_everybody_is_served() -> None:
+def test_with_growing_kv_requests_wait_under_pressure_and_all_are_served() -> None:
     machine = Machine()
     engine = machine.engine(ScriptedBackend(n_ctx=1024))
     requests = [ask(str(i)) for i in range(4)]
@@ -200,7 +200,7 @@ def test_where_kv_grows_nobody_joins_when_memory_is_nearly_gone_but_everybody_is
     assert all(isinstance(outcome.finish(str(i)), Finish) for i in range(4))
 
 
-def test_those_who_run_go_on_when_memory_goes() -> None:
+def test_running_requests_continue_under_memory_pressure() -> None:
     machine = Machine()
     engine = machine.engine(KvAtLoad(n_ctx=1024))
     seen: list[int] = []
@@ -214,9 +214,7 @@ def test_those_who_run_go_on_when_memory_goes() -> None:
     assert [outcome.finish(str(i)).reason for i in range(3)] == ["length"] * 3
 
 
-def test_where_kv_grows_a_request_that_nothing_of_ours_can_make_room_for_is_refused_as_busy() -> (
-    None
-):
+def test_with_growing_kv_a_request_is_refused_as_busy_if_we_can_free_no_memory() -> None:
     machine = Machine()
     engine = machine.engine(ScriptedBackend(n_ctx=1024))
     run(engine, ask("before"))
@@ -236,7 +234,7 @@ def test_where_kv_grows_a_request_that_nothing_of_ours_can_make_room_for_is_refu
     assert run(engine, ask("c")).finish("c").reason == "length"
 
 
-def test_where_kv_grows_what_the_cache_gives_back_admits_the_request() -> None:
+def test_with_growing_kv_memory_freed_by_the_cache_admits_the_request() -> None:
     machine = Machine()
     engine = machine.engine(ScriptedBackend(n_ctx=1024))
     run(engine, ask("before"))
@@ -249,7 +247,7 @@ def test_where_kv_grows_what_the_cache_gives_back_admits_the_request() -> None:
     assert run(engine, ask("a")).finish("a").reason == "length"
 
 
-def test_one_parked_in_mid_answer_is_never_refused() -> None:
+def test_a_request_parked_within_its_answer_is_never_refused() -> None:
     machine = Machine()
     engine = machine.engine(ScriptedBackend(n_ctx=400))
 
@@ -285,7 +283,7 @@ def test_unknown_memory_changes_nothing_and_cancelling_the_queue_under_pressure_
     kv_at_load=st.booleans(),
     requests=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=1, max_size=8),
 )
-def test_whatever_memory_does_every_request_ends_once_and_exactly(
+def test_every_request_ends_once_and_exactly_under_any_memory_pressure(
     frees: list[int | None], kv_at_load: bool, requests: list[tuple[int, int]]
 ) -> None:
     make: Callable[..., ScriptedBackend] = KvAtLoad if kv_at_load else ScriptedBackend

@@ -90,7 +90,7 @@ def test_every_field_of_a_request_crosses_the_pipe() -> None:
     assert request_from_json(json.loads(json.dumps(asdict(REQUEST)))) == REQUEST
 
 
-def test_a_request_of_defaults_crosses_it_too() -> None:
+def test_a_request_with_default_values_crosses_the_pipe() -> None:
     assert request_from_json(json.loads(json.dumps(asdict(Request("id", "text"))))) == Request(
         "id", "text"
     )

@@ -67,7 +67,9 @@ LONG = [
 
 
 @pytest.mark.parametrize(("kind", "memory"), [*USUAL, *LONG])
-def test_random_mixes_equal_isolated_runs_without(kind: str, memory: str, tmp_path: Path) -> None:
+def test_random_mixes_with_drafters_equal_isolated_undrafted_runs(
+    kind: str, memory: str, tmp_path: Path
+) -> None:
     spec = pair(tmp_path, kind, memory)
     alone = mlx.load(replace(spec, drafter=""))
     settings = EngineSettings(
@@ -120,7 +122,9 @@ def own_loop(model: Any, drafter: str, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("memory", ["gemma4-full", "gemma4", "delta", "moe"])
-def test_text_is_that_of_plain_decoding_and_of_mlx_vlms_loop(memory: str, tmp_path: Path) -> None:
+def test_drafted_text_equals_undrafted_decoding_and_mlx_vlms_loop(
+    memory: str, tmp_path: Path
+) -> None:
     from mlx_vlm.utils import load_model
 
     model = tiny_mlx_drafters.write_target(tmp_path / "model", memory)
@@ -174,7 +178,7 @@ def test_a_full_disk_and_a_restart_change_no_answer(kind: str, tmp_path: Path) -
     assert restored[2] > 100
 
 
-def test_a_plan_has_the_rows_that_the_drafter_has_not_read(tmp_path: Path) -> None:
+def test_a_plan_counts_rows_that_the_drafter_has_not_processed(tmp_path: Path) -> None:
     """The plan covers these rows for each sequence. The tiny model's rows have 32 bits, and plans
     assume 16."""
     held = []

@@ -50,7 +50,7 @@ def test_random_mixes_equal_isolated_runs(shape: str, kv_type: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("shape", ["mimo", "qwen"])
-def test_random_mixes_with_draft_heads_equal_isolated_runs_without(
+def test_random_mixes_with_draft_heads_equal_isolated_undrafted_runs(
     shape: str, tmp_path: Path
 ) -> None:
     """Heads that are right about one time in three and draft whenever they have any chance, with

@@ -92,12 +92,12 @@ def twenty(folder: Path, others: int) -> list[list[int]]:
     return asyncio.run(main())
 
 
-def test_twenty_prompts_say_the_same_on_two_machines(folder: Path) -> None:
+def test_twenty_prompts_get_the_same_answers_on_two_machines_as_on_one(folder: Path) -> None:
     assert twenty(folder, 1) == twenty(folder, 0)
 
 
 @pytest.mark.long
-def test_smollm2_says_the_same_on_three_machines(smollm2: Path) -> None:
+def test_smollm2_gives_the_same_answers_on_three_machines_as_on_one(smollm2: Path) -> None:
     folder = convert(smollm2, ROOT.parent / ".cache" / "models" / "smollm2-135m-instruct-f32")
     assert twenty(folder, 2) == twenty(folder, 0)
 
@@ -153,7 +153,7 @@ def test_the_contract_holds_for_a_shared_model(tmp_path: Path, shape: str) -> No
 
 
 @pytest.mark.long
-def test_what_was_read_is_found_again_after_a_restart(folder: Path, tmp_path: Path) -> None:
+def test_a_shared_models_prefix_is_found_after_a_restart(folder: Path, tmp_path: Path) -> None:
     prompt = "the man in the hat and the man in the rain " * 12
 
     async def main() -> tuple[list[int], list[int], int]:
@@ -183,7 +183,9 @@ def followers() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("when", ["decode", pytest.param("prefill", marks=pytest.mark.long)])
-def test_a_machine_that_vanishes_is_one_error_and_is_used_again(folder: Path, when: str) -> None:
+def test_a_machine_that_disappears_causes_one_error_and_is_used_again(
+    folder: Path, when: str
+) -> None:
     async def lose() -> None:
         host = Supervisor(WorkerOptions(spec(folder, 1, n_ctx=4096)))
         try:
@@ -217,7 +219,7 @@ def test_a_machine_that_vanishes_is_one_error_and_is_used_again(folder: Path, wh
     assert followers() == []
 
 
-def test_a_machine_that_is_killed_takes_its_followers_along(folder: Path) -> None:
+def test_killing_the_first_machine_ends_its_followers(folder: Path) -> None:
     async def main() -> None:
         host = Supervisor(WorkerOptions(spec(folder, 1)))
         engine = await host.engine()
@@ -241,14 +243,14 @@ def refused(named: Sequence[str], folder: Path) -> str:
     return str(refusal.value)
 
 
-def test_heads_that_can_not_be_shared_evenly_are_said(tmp_path: Path) -> None:
+def test_heads_that_do_not_divide_among_machines_are_refused(tmp_path: Path) -> None:
     assert (
         "2 machines can't split this model evenly: its number of num_key_value_heads is 1"
         in refused([HERE], tiny_mlx.write_llama(tmp_path / "one"))
     )
 
 
-def test_a_machine_that_can_not_be_reached_is_named(
+def test_an_unreachable_machine_is_named_in_the_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test uses an ssh that exits like the real one for a host that does not answer."""
@@ -268,7 +270,7 @@ def test_a_machine_that_can_not_be_reached_is_named(
     assert "without a password" in refusal.value.hint
 
 
-def test_over_ssh_the_same_program_is_started_from_the_same_place(
+def test_ssh_starts_the_same_program_in_the_same_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an ssh that runs its command locally, a complete answer is generated."""
@@ -325,7 +327,7 @@ def test_over_ssh_the_same_program_is_started_from_the_same_place(
         ),
     ],
 )
-def test_a_hostfile_that_is_none_is_refused(tmp_path: Path, text: str, says: str) -> None:
+def test_an_invalid_hostfile_is_refused(tmp_path: Path, text: str, says: str) -> None:
     from localllm_backends.mlx.machines import ring_of
 
     (tmp_path / "hosts.json").write_text(text)

@@ -75,7 +75,7 @@ def test_greedy_text_is_mlx_lms_token_for_token(backend: Any, n: int) -> None:
     assert ours == theirs
 
 
-def test_words_and_logits_agree_with_llama_cpp_on_the_same_values(
+def test_text_and_logits_agree_with_llama_cpp_on_equal_weights(
     backend: Any, source: Path, folder: Path
 ) -> None:
     plain = folder / f"{NAME}.gguf"
@@ -103,7 +103,7 @@ def test_words_and_logits_agree_with_llama_cpp_on_the_same_values(
     other.close()
 
 
-def test_a_crowd_gets_the_answers_it_would_get_alone(backend: Any) -> None:
+def test_concurrent_requests_get_the_same_answers_as_alone(backend: Any) -> None:
     questions = {
         q: backend.tokenize(f"<|im_start|>user\n{q}<|im_end|>\n")
         for q in ("Count to five.", "Who was Ada?")

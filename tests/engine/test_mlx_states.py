@@ -26,7 +26,7 @@ def line(n: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", ["sliding", "hybrid"])
-def test_branches_of_a_prompt_store_it_once_and_come_back_after_a_restart(
+def test_branches_store_their_prompt_once_and_are_restored_after_a_restart(
     shape: str, tmp_path: Path
 ) -> None:
     spec = LoadSpec(

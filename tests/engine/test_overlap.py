@@ -113,7 +113,7 @@ def test_answers_are_those_of_a_backend_that_computes_at_once_and_gives_whole_ro
         Sampling(temperature=1.4, top_k=0, top_p=1.0, min_p=0.1),
     ],
 )
-def test_what_hangs_on_all_tokens_is_mostly_drawn_from_few(sampling: Sampling) -> None:
+def test_draws_over_all_tokens_mostly_need_only_the_top_tokens(sampling: Sampling) -> None:
     """The device returns the total weight of all tokens. Complete rows are copied only for draws
     outside of the top tokens."""
     backend = device(top=256)
@@ -140,7 +140,7 @@ class Watched(EmulatedDevice):
         self.log += ["text"] * any(isinstance(e, Text) for e in events)
 
 
-def test_a_step_is_ordered_before_the_last_ones_text_is_made() -> None:
+def test_a_step_is_submitted_before_the_text_of_the_previous_one_is_made() -> None:
     backend = Watched()
     engine = engine_on(backend)
     for i in range(3):
@@ -154,7 +154,7 @@ def test_a_step_is_ordered_before_the_last_ones_text_is_made() -> None:
     assert late == [], "it stood between two steps"
 
 
-def test_the_device_hardly_waits_for_what_is_said() -> None:
+def test_the_device_hardly_waits_for_text_conversion() -> None:
     """Making text that takes the host half of the device's time costs the device no time."""
     clock = HostClock()
 
@@ -167,7 +167,7 @@ def test_the_device_hardly_waits_for_what_is_said() -> None:
     assert clock.now() < 1.02 * backend.computed_s + 0.2
 
 
-def test_who_is_cancelled_has_had_what_was_chosen() -> None:
+def test_a_cancelled_request_receives_all_chosen_tokens() -> None:
     backend = device()
     engine = engine_on(backend)
     for i in range(2):
@@ -203,7 +203,7 @@ class Broken(EmulatedResult):
         raise BackendFailure("the device fell off the bus")
 
 
-def test_a_step_that_fails_late_ends_its_requests_with_what_they_had() -> None:
+def test_a_step_that_fails_late_ends_its_requests_with_their_earlier_tokens() -> None:
     backend = Breaks(rows(2), spell=spell)
     engine = engine_on(backend)
     request = asked(0, Generation(GREEDY, max_tokens=50))
@@ -221,7 +221,7 @@ def test_a_step_that_fails_late_ends_its_requests_with_what_they_had() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 5, 40, 128])
-def test_rows_of_equal_logits_are_left_to_whoever_sees_them_whole(k: int) -> None:
+def test_rows_with_equal_logits_are_sampled_as_from_the_complete_row(k: int) -> None:
     backend = EmulatedDevice(np.zeros((4, N_VOCAB), dtype=np.float32), spell=spell)
     whole = EmulatedDevice(np.zeros((4, N_VOCAB), dtype=np.float32), top=0, spell=spell)
     generation = Generation(replace(Sampling(), top_k=k, seed=4), max_tokens=8)
@@ -243,7 +243,7 @@ def steps_of(engine: Engine, backend: EmulatedDevice, request: Request) -> list[
 
 
 @pytest.mark.parametrize("pause", [False, True])
-def test_idle_lines_on_a_device_leave_once_they_cost_and_no_step_waits_long_for_that(
+def test_costly_idle_sequences_leave_a_device_without_long_pauses(
     pause: bool,
 ) -> None:
     """32,000 idle tokens of an 8B model make a step of 7 ms 4 ms longer. A new request bears this

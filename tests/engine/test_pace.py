@@ -31,7 +31,7 @@ class Machine:
         pace.observe(depth, seconds)
 
 
-def test_steps_behind_each_other_become_spans_with_their_median() -> None:
+def test_consecutive_steps_form_spans_with_their_median_time() -> None:
     machine = Machine()
     pace = machine.pace()
     for i in range(300):
@@ -56,7 +56,7 @@ def test_steps_while_others_compute_do_not_count() -> None:
     assert pace.enough
 
 
-def test_a_machine_that_does_not_say_what_others_do_counts_everything() -> None:
+def test_without_data_on_other_programs_every_step_counts() -> None:
     machine = Machine()
     machine.others_s = None
     pace = machine.pace()
@@ -81,7 +81,7 @@ def test_a_span_is_never_shorter_than_a_step_nor_longer_than_the_longest(
     assert len(pace.spans) <= ENOUGH_SPANS
 
 
-def test_others_time_on_this_machine_only_grows() -> None:
+def test_cpu_time_of_other_programs_never_decreases() -> None:
     others = of_this_process()
     first = others.mark()
     again = others.mark()

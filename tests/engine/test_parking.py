@@ -49,7 +49,7 @@ def test_requests_that_outgrow_the_context_together_take_turns_and_end(
     ]
 
 
-def test_one_that_was_parked_comes_back_with_its_tokens() -> None:
+def test_a_parked_request_resumes_with_its_tokens() -> None:
     sizes = [(20, 250), (20, 250)]
     engine = Engine(ScriptedBackend(n_ctx=400), EngineSettings(headroom_bytes=0))
     requests = [
@@ -63,7 +63,7 @@ def test_one_that_was_parked_comes_back_with_its_tokens() -> None:
         assert together.tokens[request.id] == alone.tokens[request.id]
 
 
-def test_one_that_shares_nothing_is_parked_without_a_trace() -> None:
+def test_parking_a_request_without_prompt_cache_stores_no_kv() -> None:
     engine = Engine(ScriptedBackend(n_ctx=400), EngineSettings(headroom_bytes=0))
     requests = [
         request_for(

@@ -18,7 +18,7 @@ from localllm.engine.sampling.sampler import Sampler
     st.lists(st.lists(st.integers(0, 30), max_size=90), min_size=1, max_size=12),
     st.sampled_from([-1, 0, 1, 5, 64, 100]),
 )
-def test_counts_are_those_of_the_window(pieces: list[list[int]], window: int) -> None:
+def test_penalty_counts_cover_exactly_the_window(pieces: list[list[int]], window: int) -> None:
     tallies, line = Tallies(window), []
     for piece in pieces:
         line += piece
@@ -27,7 +27,7 @@ def test_counts_are_those_of_the_window(pieces: list[list[int]], window: int) ->
         assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == Counter(last)
 
 
-def test_the_penalties_are_what_they_are_documented_to_be() -> None:
+def test_penalties_equal_their_documented_formulas() -> None:
     rng = random.Random(1)
     sampling = Sampling(
         temperature=0.0,
@@ -54,7 +54,7 @@ def test_the_penalties_are_what_they_are_documented_to_be() -> None:
         history.append(token)
 
 
-def test_a_token_costs_no_look_at_all_that_came_before() -> None:
+def test_counting_a_token_does_not_read_all_earlier_tokens() -> None:
     """The window is the complete sequence, and only new tokens are read."""
 
     class Line(list[int]):

@@ -63,7 +63,7 @@ def test_messages_of_any_size_come_whole_and_in_order() -> None:
     asyncio.run(talk())
 
 
-def test_the_end_comes_once_after_the_last_message() -> None:
+def test_the_end_is_reported_once_after_the_last_message() -> None:
     program = (
         "print('{\"ready\": 1}', flush=True); input(); [print('{\"n\": %d}' % i) for i in "
         "range(5000)]"
@@ -95,7 +95,7 @@ def test_a_process_that_writes_nonsense_is_ended(nonsense: str) -> None:
     asyncio.run(asyncio.wait_for(talk(), 60))
 
 
-def test_half_a_line_before_death_is_no_message() -> None:
+def test_a_partial_message_before_a_crash_is_ignored() -> None:
     program = (
         'print(\'{"ready": 1}\\n{"n": 1}\\n{"n": \', end=\'\', flush=True); import os; os.abort()'
     )
@@ -124,7 +124,7 @@ def test_half_a_line_before_death_is_no_message() -> None:
         ),
     ],
 )
-def test_a_process_that_never_gets_ready_says_why(
+def test_a_process_that_never_becomes_ready_gives_its_reason(
     program: str, error: type[Exception], words: str
 ) -> None:
     async def talk() -> None:
@@ -134,7 +134,7 @@ def test_a_process_that_never_gets_ready_says_why(
     asyncio.run(talk())
 
 
-def test_instructions_that_the_processor_lacks_call_for_another_engine() -> None:
+def test_a_crash_by_illegal_instruction_suggests_another_engine() -> None:
     program = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
 
     async def talk() -> None:
@@ -145,7 +145,7 @@ def test_instructions_that_the_processor_lacks_call_for_another_engine() -> None
     asyncio.run(talk())
 
 
-def test_giving_up_while_it_loads_ends_the_process() -> None:
+def test_cancelling_a_load_ends_the_process() -> None:
     async def talk() -> None:
         said = asyncio.Event()
         process: list[int] = []
@@ -169,7 +169,7 @@ def test_giving_up_while_it_loads_ends_the_process() -> None:
     asyncio.run(asyncio.wait_for(talk(), 60))
 
 
-def test_what_is_said_before_anybody_listens_is_kept() -> None:
+def test_messages_before_the_first_listener_are_kept() -> None:
     program = 'print(\'{"ready": 1}\\n{"n": 1}\\n{"n": 2}\', flush=True)'
 
     async def talk() -> None:
@@ -214,7 +214,7 @@ def _loses_nothing(story: Callable[[], Awaitable[None]]) -> None:
     assert lost == []
 
 
-def test_each_question_gets_its_own_answer_in_any_order() -> None:
+def test_each_call_gets_its_own_answer_in_any_order() -> None:
     async def story() -> None:
         process, _ = await _started(_child(_LATE), {}, loads="it")
         heard: list[Any] = []
@@ -230,7 +230,7 @@ def test_each_question_gets_its_own_answer_in_any_order() -> None:
     _loses_nothing(story)
 
 
-def test_everybody_who_waits_when_it_dies_gets_one_error_that_says_how() -> None:
+def test_every_pending_call_gets_one_error_with_the_cause_if_the_process_dies() -> None:
     async def story() -> None:
         process, _ = await _started(_child(_MORTAL), {}, loads="it")
         waiting = [asyncio.create_task(process.ask({"op": "x"})) for _ in range(3)]
@@ -248,7 +248,7 @@ def test_everybody_who_waits_when_it_dies_gets_one_error_that_says_how() -> None
     _loses_nothing(story)
 
 
-def test_a_question_that_can_not_be_sent_any_more_fails_once_and_for_all() -> None:
+def test_a_call_that_cannot_be_sent_fails_exactly_once() -> None:
     """The process's input is closed while it still runs. The question fails with that error, and
     the process's end adds no second error."""
 
@@ -262,7 +262,7 @@ def test_a_question_that_can_not_be_sent_any_more_fails_once_and_for_all() -> No
     _loses_nothing(story)
 
 
-def test_closing_ends_what_waits_and_a_process_that_goes_on_is_killed(
+def test_closing_ends_pending_calls_and_kills_a_process_that_does_not_exit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def story() -> None:

@@ -75,7 +75,7 @@ def test_steps_take_their_share_of_the_time(power: float) -> None:
     ), "what steps take is measured"
 
 
-def test_a_token_is_told_before_the_rest_behind_it() -> None:
+def test_a_token_is_delivered_before_the_rest_that_follows_its_step() -> None:
     paced = Paced(0.1)
     paced.submit("a", 3, max_tokens=2)
     paced.turn()
@@ -83,7 +83,7 @@ def test_a_token_is_told_before_the_rest_behind_it() -> None:
     assert paced.engine.idle_wait_s == pytest.approx(9 * STEP_S)
 
 
-def test_a_process_that_was_stopped_does_not_rest_for_it() -> None:
+def test_a_process_does_not_rest_for_time_when_it_was_suspended() -> None:
     paced = Paced(0.1)
     paced.submit("a", 3)
     paced.machine.stopped_s = 3600.0

@@ -60,7 +60,7 @@ def test_a_segment_tree_finds_the_longest_stored_prefix(
 
 
 @given(st.lists(lines, max_size=20), lines)
-def test_a_whole_tree_finds_the_longest_stored_line(
+def test_a_tree_of_complete_snapshots_finds_the_longest_stored_sequence(
     stored: list[list[int]], prompt: list[int]
 ) -> None:
     cache = PrefixCache("state", capacity_bytes=10**9)
@@ -93,7 +93,7 @@ def test_eviction_takes_the_oldest_leaf_and_never_a_locked_one() -> None:
     cache.check_integrity()
 
 
-def test_a_held_block_refuses_to_be_evicted() -> None:
+def test_a_locked_block_cannot_be_evicted() -> None:
     cache = PrefixCache(capacity_bytes=100)
     put(cache, [1, 2])
     match = cache.match([1, 2])
@@ -106,13 +106,13 @@ def test_a_held_block_refuses_to_be_evicted() -> None:
     assert cache.held_bytes == 0
 
 
-def test_what_is_larger_than_the_cache_is_not_stored() -> None:
+def test_a_block_larger_than_the_cache_is_not_stored() -> None:
     cache = PrefixCache(capacity_bytes=5)
     assert not put(cache, [1], size=6)
     assert cache.held_bytes == 0
 
 
-def test_a_segment_without_its_parent_is_kept_behind_a_gap() -> None:
+def test_a_segment_without_its_parent_is_kept_and_reported_as_a_gap() -> None:
     cache = PrefixCache(capacity_bytes=100)
     assert put(cache, [1, 2, 3, 4], start=2)
     match = cache.match([1, 2, 3, 4])
@@ -144,7 +144,7 @@ class Filed(Block):
         return self.size_bytes if self.in_memory else 0
 
 
-def test_a_beginning_that_is_on_disk_makes_room_for_what_is_new() -> None:
+def test_blocks_on_disk_give_up_their_memory_for_new_blocks() -> None:
     cache = PrefixCache(capacity_bytes=30)
     line = list(range(10))
     for n in range(1, 11):
@@ -156,7 +156,7 @@ def test_a_beginning_that_is_on_disk_makes_room_for_what_is_new() -> None:
     assert cache.held_bytes == 30
 
 
-def test_what_is_being_written_is_waited_for() -> None:
+def test_eviction_waits_for_pending_writes() -> None:
     cache = PrefixCache(capacity_bytes=30)
     blocks = [Filed(bytes(10), 0, 1, filed=False, pending=True) for _ in range(3)]
     for token, block in enumerate(blocks):
@@ -172,7 +172,7 @@ def test_what_is_being_written_is_waited_for() -> None:
     cache.check_integrity()
 
 
-def test_once_all_is_written_that_was_being_written_nothing_is_waited_for() -> None:
+def test_eviction_does_not_wait_again_after_all_pending_writes_ended() -> None:
     cache = PrefixCache(capacity_bytes=30)
     blocks = [Filed(bytes(10), 0, 1, filed=False, pending=True), Block(bytes(20), 0, 1)]
     waited: list[bool] = []
@@ -191,7 +191,7 @@ def test_once_all_is_written_that_was_being_written_nothing_is_waited_for() -> N
     assert waited == [True]
 
 
-def test_a_wide_block_that_is_only_on_disk_gives_its_beginning_to_a_narrow_one() -> None:
+def test_a_wide_block_only_on_disk_can_be_shortened_for_a_narrow_one() -> None:
     cache = PrefixCache(capacity_bytes=100)
     line = list(range(10))
     assert cache.insert(line, Filed(bytes(50), 0, 10))

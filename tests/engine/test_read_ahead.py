@@ -105,7 +105,7 @@ def finish(engine: Engine, outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_stream_has_every_token_while_the_disk_is_asked(
+def test_a_stream_gets_every_token_during_a_disk_read(
     tmp_path: Path, shape: str, disk: SlowDisk
 ) -> None:
     engine = started(tmp_path, shape, disk)
@@ -127,7 +127,7 @@ def test_a_stream_has_every_token_while_the_disk_is_asked(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_disk_that_hangs_is_not_waited_for_longer_than_computing_takes(
+def test_a_hanging_disk_delays_a_prompt_no_longer_than_computing_it(
     tmp_path: Path, shape: str, disk: SlowDisk
 ) -> None:
     now = [0.0]
@@ -146,7 +146,7 @@ def test_a_disk_that_hangs_is_not_waited_for_longer_than_computing_takes(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_damaged_is_computed(tmp_path: Path, shape: str, disk: SlowDisk) -> None:
+def test_tokens_of_a_damaged_file_are_computed(tmp_path: Path, shape: str, disk: SlowDisk) -> None:
     disk.spoil = True
     disk.let.set()
     engine = started(tmp_path, shape, disk)
@@ -161,7 +161,7 @@ def test_what_is_damaged_is_computed(tmp_path: Path, shape: str, disk: SlowDisk)
     assert disk.threads == {"kv-reader"}
 
 
-def test_one_that_leaves_meanwhile_wants_nothing_more(tmp_path: Path, disk: SlowDisk) -> None:
+def test_a_cancelled_request_withdraws_its_disk_reads(tmp_path: Path, disk: SlowDisk) -> None:
     engine = started(tmp_path, "plain", disk)
     prompt = [*LONG, 5, 6]
     outcome = Outcome()
@@ -176,7 +176,7 @@ def test_one_that_leaves_meanwhile_wants_nothing_more(tmp_path: Path, disk: Slow
     finish(engine, outcome)
 
 
-def test_a_running_line_is_gone_on_from_once_its_state_is_read(
+def test_a_branch_off_a_running_sequence_continues_after_its_state_is_read(
     tmp_path: Path, disk: SlowDisk
 ) -> None:
     """Two requests branch off a running sequence at a point whose state is only on disk."""
@@ -209,7 +209,7 @@ def test_a_running_line_is_gone_on_from_once_its_state_is_read(
     assert disk.threads == {"kv-reader"}
 
 
-def test_no_more_is_read_ahead_than_may_be(tmp_path: Path, disk: SlowDisk) -> None:
+def test_read_ahead_stays_within_its_byte_limit(tmp_path: Path, disk: SlowDisk) -> None:
     blocks = [Block(None, 0, 8, 100, path=tmp_path / str(i), written=True) for i in range(9)]
     reads = ReadAhead(lambda block, _: memoryview(disk(path_of(block)).read()), ahead_bytes=250)
     assert [reads.want(b, due=False) for b in blocks[:4]] == [True, True, False, False]

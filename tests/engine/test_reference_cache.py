@@ -34,7 +34,7 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     assert held.reuse([]) == 0
 
 
-def test_what_a_line_shares_with_any_other_is_reused_to_the_token() -> None:
+def test_a_prefix_shared_with_any_other_sequence_is_reused_to_the_token() -> None:
     held = cache(100)
     a = line("a", 10)
     held.finished(a)
@@ -54,7 +54,7 @@ def test_a_split_piece_costs_its_bytes_once() -> None:
     assert held.held_tokens == 17
 
 
-def test_pieces_are_cut_from_where_a_line_leaves_what_is_held() -> None:
+def test_pieces_start_where_a_sequence_leaves_the_stored_prefix() -> None:
     """Of b, only the piece [5, 9) fits, so [9, 12) is dropped."""
     held = cache(10 + 6)
     a = line("a", 10)
@@ -68,14 +68,14 @@ def test_pieces_are_cut_from_where_a_line_leaves_what_is_held() -> None:
     assert held.reuse([*a, 1]) == 8
 
 
-def test_a_line_larger_than_memory_leaves_its_beginning_in_whole_pieces() -> None:
+def test_a_sequence_larger_than_memory_keeps_the_first_complete_pieces() -> None:
     held = cache(10)
     a = line("a", 30)
     held.finished(a)
     assert held.reuse(a) == 8
 
 
-def test_of_two_lines_the_one_used_last_stays_and_ends_go_before_beginnings() -> None:
+def test_the_last_used_sequence_stays_and_ends_are_evicted_before_beginnings() -> None:
     held = cache(12)
     a, b, c = line("a", 6), line("b", 6), line("c", 4)
     held.finished(a)
@@ -87,7 +87,7 @@ def test_of_two_lines_the_one_used_last_stays_and_ends_go_before_beginnings() ->
     assert held.reuse([*c, 1]) == 4
 
 
-def test_a_shared_beginning_is_as_recent_as_the_latest_line_through_it() -> None:
+def test_a_shared_prefix_is_as_recent_as_the_last_sequence_that_uses_it() -> None:
     held = cache(10)
     a = line("a", 8)
     held.finished(a)
@@ -99,7 +99,7 @@ def test_a_shared_beginning_is_as_recent_as_the_latest_line_through_it() -> None
 @pytest.mark.parametrize(
     ("memory", "disk", "found"), [(8, 100, 12), (100, 8, 12), (8, 8, 8), (8, 0, 8), (0, 8, 8)]
 )
-def test_what_memory_or_disk_holds_counts(memory: int, disk: int, found: int) -> None:
+def test_reuse_counts_tokens_in_memory_or_on_disk(memory: int, disk: int, found: int) -> None:
     held = cache(memory, disk)
     a = line("a", 12)
     held.finished(a)
@@ -107,7 +107,7 @@ def test_what_memory_or_disk_holds_counts(memory: int, disk: int, found: int) ->
 
 
 @pytest.mark.parametrize(("memory", "disk", "found"), [(8, 100, 12), (100, 8, 8), (100, 0, 0)])
-def test_a_restart_leaves_what_is_on_disk(memory: int, disk: int, found: int) -> None:
+def test_after_a_restart_only_tokens_on_disk_are_reused(memory: int, disk: int, found: int) -> None:
     held = cache(memory, disk)
     a = line("a", 12)
     held.finished(a)
@@ -115,7 +115,7 @@ def test_a_restart_leaves_what_is_on_disk(memory: int, disk: int, found: int) ->
     assert held.reuse([*a, 1]) == found
 
 
-def test_after_a_kill_the_last_line_is_not_counted_on() -> None:
+def test_after_a_kill_the_last_sequence_is_not_expected() -> None:
     held = cache(100, 100)
     a = line("a", 12)
     held.finished(a)
@@ -124,7 +124,7 @@ def test_after_a_kill_the_last_line_is_not_counted_on() -> None:
     assert held.reuse([*a, *line("b", 3), 1]) == 12
 
 
-def test_what_is_read_from_disk_after_a_restart_is_in_memory_again() -> None:
+def test_tokens_read_from_disk_after_a_restart_are_in_memory_again() -> None:
     """The disk (8 tokens) drops a for b. a remains only if its use brought it into memory."""
     a, b = line("a", 8), line("b", 8)
     for used in (True, False):
@@ -137,7 +137,7 @@ def test_what_is_read_from_disk_after_a_restart_is_in_memory_again() -> None:
         assert held.reuse([*a, 1]) == (8 if used else 0)
 
 
-def test_of_lines_held_whole_the_longest_snapshot_that_fits_is_found() -> None:
+def test_with_complete_snapshots_the_longest_fitting_one_is_reused() -> None:
     held = ReferenceCache(20 * BYTES, 0, BYTES, 4, whole=True)
     a, b = line("a", 12), line("b", 6)
     held.finished(a, [4, 8, 12])
@@ -154,7 +154,7 @@ steps = st.lists(st.one_of(tokens, st.booleans()), max_size=25)
 
 @settings(max_examples=examples(300))
 @given(steps=steps, memory=st.integers(0, 30), disk=st.integers(0, 30), piece=st.integers(1, 5))
-def test_it_finds_no_more_than_was_ever_told_and_no_less_than_the_line_just_told(
+def test_reuse_is_at_most_all_seen_sequences_and_at_least_the_last_one(
     steps: list[list[int] | bool], memory: int, disk: int, piece: int
 ) -> None:
     held = cache(memory, disk, piece)

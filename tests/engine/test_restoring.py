@@ -62,7 +62,7 @@ def finish(engine: Engine, outcome: Outcome) -> None:
         engine.check_integrity()
 
 
-def test_a_stream_has_its_token_between_two_blocks() -> None:
+def test_a_stream_gets_a_token_between_two_restored_blocks() -> None:
     engine, backend = cached()
     prompt = [*LONG, 5, 6]
     outcome = Outcome()
@@ -77,7 +77,7 @@ def test_a_stream_has_its_token_between_two_blocks() -> None:
     assert outcome.finish("again").usage.cached_tokens >= len(LONG) - 1
 
 
-def test_where_nobody_decodes_it_comes_at_once() -> None:
+def test_without_other_streams_a_prefix_is_restored_in_one_step() -> None:
     engine, backend = cached()
     engine.cancel("stream")
     backend.story.clear()
@@ -89,7 +89,7 @@ def test_where_nobody_decodes_it_comes_at_once() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
-def test_one_that_is_cancelled_meanwhile_leaves_the_cache_whole(steps: int) -> None:
+def test_a_request_cancelled_during_restoration_leaves_the_cache_intact(steps: int) -> None:
     engine, _ = cached()
     prompt = [*LONG, 5, 6]
     outcome = Outcome()
@@ -104,7 +104,7 @@ def test_one_that_is_cancelled_meanwhile_leaves_the_cache_whole(steps: int) -> N
     finish(engine, outcome)
 
 
-def test_a_block_that_is_lost_on_the_way_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_lost_during_restoration_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = cached()
     reads: list[bool] = []
 
@@ -136,7 +136,7 @@ def run_again(engine: Engine, prompt: list[int]) -> int:
     return usage.cached_tokens
 
 
-def test_a_short_newcomer_is_not_kept_by_a_long_restoration() -> None:
+def test_a_short_new_request_does_not_wait_for_a_long_restoration() -> None:
     engine, _ = cached()
     prompt = [*LONG, 5, 6]
     outcome = Outcome()
@@ -150,7 +150,7 @@ def test_a_short_newcomer_is_not_kept_by_a_long_restoration() -> None:
     assert outcome.tokens["again"] == alone(prompt)
 
 
-def test_where_room_is_short_it_still_ends_right() -> None:
+def test_a_restored_request_answers_correctly_in_a_tight_context() -> None:
     engine, _ = cached(n_ctx=2300)
     prompt = [*LONG, 5, 6]
     outcome = Outcome()

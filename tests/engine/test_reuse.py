@@ -115,7 +115,7 @@ def test_two_requests_with_one_long_prefix_compute_it_once() -> None:
     assert backend.computed_tokens < len(system) + 4 * 40
 
 
-def test_a_short_chat_does_not_carry_a_long_idle_one() -> None:
+def test_a_short_chat_is_not_slowed_by_a_long_idle_one() -> None:
     backend = ScriptedBackend(n_ctx=8192, n_batch=512)
     engine = Engine(backend)
     ask(engine, "long", turn("system", 4000) + turn("bot"))
@@ -139,7 +139,9 @@ def test_misses_are_explained() -> None:
     assert third.cache_miss == ""
 
 
-def test_nothing_is_kept_of_a_request_that_asks_so(make: Callable[..., ScriptedBackend]) -> None:
+def test_no_kv_is_kept_of_a_request_with_cache_prompt_off(
+    make: Callable[..., ScriptedBackend],
+) -> None:
     engine = Engine(make(n_ctx=2048))
     prompt = turn("secret", 100) + turn("and", 30) + turn("bot")
     run(engine, request_for("1", prompt, max_tokens=2, sampling=GREEDY, cache_prompt=False))
@@ -149,7 +151,9 @@ def test_nothing_is_kept_of_a_request_that_asks_so(make: Callable[..., ScriptedB
     assert cached == 0
 
 
-def test_nothing_is_used_by_a_request_that_asks_so(make: Callable[..., ScriptedBackend]) -> None:
+def test_no_kv_is_reused_by_a_request_with_cache_prompt_off(
+    make: Callable[..., ScriptedBackend],
+) -> None:
     engine = Engine(make(n_ctx=2048))
     prompt = turn("system", 100) + turn("question", 30) + turn("bot")
     said, _ = ask(engine, "1", prompt)
@@ -162,7 +166,7 @@ def test_nothing_is_used_by_a_request_that_asks_so(make: Callable[..., ScriptedB
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
-def test_nobody_waits_for_a_prefix_that_will_not_be_shared(first: bool, second: bool) -> None:
+def test_no_request_waits_for_a_prefix_that_will_not_be_shared(first: bool, second: bool) -> None:
     engine = Engine(ScriptedBackend(n_ctx=4096, n_batch=64))
     prompt = turn("system", 1000) + turn("bot")
     engine.submit(request_for("a", prompt, 2, GREEDY, cache_prompt=first), prompt)
@@ -174,7 +178,7 @@ def test_nobody_waits_for_a_prefix_that_will_not_be_shared(first: bool, second: 
     )
 
 
-def test_when_the_context_runs_out_the_youngest_steps_aside_and_still_gets_its_answer() -> None:
+def test_if_the_context_is_full_the_youngest_request_is_parked_and_later_answered() -> None:
     backend = ScriptedBackend(n_ctx=512, n_batch=64)
     engine = Engine(backend)
     requests = [
@@ -247,7 +251,7 @@ def test_random_histories_change_no_answer(
         assert got == (expected[: len(got)] if cancelled else expected)
 
 
-def test_a_long_line_that_is_nowhere_else_is_not_cut_for_a_short_request() -> None:
+def test_a_long_sequence_without_a_copy_is_not_truncated_for_a_short_request() -> None:
     """A short request shares its first tokens with the long sequence. That is not worth truncating
     the rest."""
     backend = ScriptedBackend(n_ctx=2048, n_seq_max=4, rewind="none", states=True)

@@ -302,7 +302,7 @@ HISTORIES = {
 @pytest.mark.parametrize("shape", ["plain", "states", "whole"])
 @settings(max_examples=examples(60))
 @given(**HISTORIES)
-def test_reuse_is_that_of_perfect_knowledge(
+def test_reuse_equals_that_of_a_cache_with_perfect_knowledge(
     tmp_path_factory: pytest.TempPathFactory,
     shape: Shape,
     seed: int,
@@ -348,7 +348,7 @@ def drawn(seed: int) -> tuple[list[tuple[str, int, int]], int, int, int]:
 
 
 @pytest.mark.parametrize("seed", [7, 95, 613])
-def test_lines_that_are_on_disk_alone_do_not_take_turns_in_memory(
+def test_sequences_only_on_disk_do_not_evict_each_other_from_memory_in_turn(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: housekeeping never ended in these histories."""
@@ -361,7 +361,7 @@ def test_lines_that_are_on_disk_alone_do_not_take_turns_in_memory(
 
 
 @pytest.mark.parametrize("disk_lines", [0.5, 1, 2])
-def test_lines_that_do_not_all_fit_on_disk_are_not_written_by_turns(
+def test_sequences_that_do_not_all_fit_on_disk_are_not_rewritten_in_turn(
     disk_lines: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four sequences stay in the context; memory and disk hold at most two of them."""
@@ -382,7 +382,7 @@ def test_lines_that_do_not_all_fit_on_disk_are_not_written_by_turns(
 
 @pytest.mark.long
 @pytest.mark.parametrize("shape", ["states", "whole"])
-def test_over_many_histories_points_are_found_as_by_perfect_knowledge(
+def test_reuse_of_each_request_equals_perfect_knowledge_in_many_histories(
     shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request is counted separately, without any allowed shortfall."""

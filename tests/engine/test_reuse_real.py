@@ -201,7 +201,7 @@ async def life(known: Known, n_ctx: int, **engine: object) -> AsyncIterator[Life
         await client.close()
 
 
-def test_restarts_cost_nothing_whether_clean_or_not(model: Model, tmp_path: Path) -> None:
+def test_clean_and_unclean_restarts_cost_no_recomputation(model: Model, tmp_path: Path) -> None:
     """In each process, a file is edited, then three chats use the system prompt of the earlier
     processes."""
     twice: list[int] = []
@@ -225,7 +225,7 @@ def test_restarts_cost_nothing_whether_clean_or_not(model: Model, tmp_path: Path
 
 
 @pytest.mark.long
-def test_a_full_cache_serves_the_next_chats_as_the_first(model: Model, tmp_path: Path) -> None:
+def test_a_full_cache_serves_later_chats_as_well_as_the_first(model: Model, tmp_path: Path) -> None:
     """Six rounds of three new chats. Memory holds one and a half rounds."""
     twice: list[int] = []
 
@@ -247,7 +247,7 @@ def test_a_full_cache_serves_the_next_chats_as_the_first(model: Model, tmp_path:
 @pytest.mark.parametrize(
     "disk", [True, pytest.param(False, marks=pytest.mark.long)], ids=["disk", "no disk"]
 )
-def test_a_line_larger_than_the_cache_survives_a_short_request(
+def test_a_sequence_larger_than_the_cache_survives_a_short_request(
     model: Model, disk: bool, tmp_path: Path
 ) -> None:
     """There are cells for both, so at most the sequence's last block (512 tokens) is computed

@@ -43,7 +43,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def test_a_worker_that_others_could_reach_needs_to_know_who() -> None:
+def test_a_worker_on_a_public_address_requires_a_list_of_allowed_hosts() -> None:
     result = CliRunner().invoke(app, ["worker", "--host", "0.0.0.0"])
     assert isinstance(result.exception, UsageError)
     assert "without --allow" in str(result.exception)
@@ -55,7 +55,7 @@ def test_a_worker_that_others_could_reach_needs_to_know_who() -> None:
     assert str(networks(["10.0.0.7/29"])[0]) == "10.0.0.0/29"
 
 
-def test_without_rpc_it_says_how_to_have_it(tiny_model: Path) -> None:
+def test_without_rpc_support_the_error_names_the_way_to_get_it(tiny_model: Path) -> None:
     if library_path("ggml-rpc") is not None:
         pytest.skip("this build has RPC")
     spec = LoadSpec(str(tiny_model), n_ctx=256, placement=Placement(workers=("127.0.0.1:9",)))
@@ -137,7 +137,9 @@ async def tokens(host: Supervisor, request: Request) -> list[int]:
 @needs_rpc
 @pytest.mark.long
 @pytest.mark.parametrize("split", [(3.0, 1.0), (5.0, 2.0, 1.0)])
-def test_twenty_prompts_say_the_same_over_workers(smollm2: Path, split: tuple[float, ...]) -> None:
+def test_twenty_prompts_get_the_same_answers_with_rpc_workers(
+    smollm2: Path, split: tuple[float, ...]
+) -> None:
     async def all_of(at: list[str], shares: tuple[float, ...]) -> list[list[int]]:
         host = Supervisor(options(smollm2, at, shares))
         try:
@@ -156,7 +158,9 @@ def test_twenty_prompts_say_the_same_over_workers(smollm2: Path, split: tuple[fl
 @needs_rpc
 @pytest.mark.long
 @pytest.mark.parametrize("when", ["prefill", "decode"])
-def test_a_worker_that_vanishes_is_one_error_and_is_used_again(smollm2: Path, when: str) -> None:
+def test_an_rpc_worker_that_disappears_causes_one_error_and_is_used_again(
+    smollm2: Path, when: str
+) -> None:
     ports = [free_port(), free_port()]
 
     async def lose() -> None:

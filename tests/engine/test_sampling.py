@@ -21,7 +21,7 @@ OPEN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(top_k=0), Sampling(top_k=0, typical_p=0.9), OPEN]
 )
-def test_ties_keep_their_order_whatever_lies_far_below(sampling: Sampling) -> None:
+def test_ties_keep_their_order_for_any_much_lower_logits(sampling: Sampling) -> None:
     rng = np.random.default_rng(3)
     tied = rng.choice(50_000, 60, replace=False)
     drawn = set()
@@ -48,7 +48,7 @@ def test_the_greatest_are_ranked_by_logit_then_by_id(n_vocab: int, kind: str) ->
         assert GreatestLogits(row).ranked(k).tolist() == order[:k].tolist()
 
 
-def test_a_row_on_which_everything_is_forbidden_still_gives_a_token() -> None:
+def test_a_row_with_all_tokens_forbidden_still_gives_a_token() -> None:
     row = np.full(5_000, -np.inf, dtype=np.float32)
     for sampling in (Sampling(), Sampling(top_k=0), OPEN):
         found = distribution(row, sampling)
@@ -74,7 +74,7 @@ class Bits:
 
 @pytest.mark.parametrize("n_vocab", [1, 9, 40_003])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
-def test_a_grammars_bits_forbid_what_they_do_not_name(n_vocab: int, share: float) -> None:
+def test_a_grammar_mask_forbids_all_tokens_without_a_set_bit(n_vocab: int, share: float) -> None:
     row = rows_like_models(n_vocab, 1, "words")
     allowed = np.random.default_rng(2).random(n_vocab) < share
     found = row.copy()

@@ -155,7 +155,7 @@ def follows(found: NDArray[np.float64], logits: Row, sampling: Sampling) -> bool
 
 @settings(max_examples=examples(300))
 @given(rows, samplings)
-def test_a_distribution_is_the_defined_one(row: Row, sampling: Sampling) -> None:
+def test_the_sampling_distribution_equals_its_definition(row: Row, sampling: Sampling) -> None:
     before = row.copy()
     assert follows(distributed(row, sampling), row, sampling)
     assert np.array_equal(row, before, equal_nan=True)
@@ -177,7 +177,7 @@ def test_a_draw_follows_the_distribution(row: Row, sampling: Sampling) -> None:
     st.sampled_from([1.0, 0.5, 0.01, 0.0]),
     st.sampled_from([0, 3, 80]),
 )
-def test_what_a_request_changes_is_in_the_distribution(
+def test_options_of_a_request_change_the_distribution(
     row: Row, sampling: Sampling, change: dict[str, float], seed: int, share: float, length: int
 ) -> None:
     """A request's bias, penalties, DRY, grammar mask and banned ends change the distribution, and
@@ -235,7 +235,7 @@ FILTERS = {
 @pytest.mark.parametrize(
     "kind", ["words", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("flat", "bf16"))]
 )
-def test_rows_of_262144_tokens_follow_it_too(kind: str, name: str) -> None:
+def test_rows_of_262144_tokens_follow_the_definition(kind: str, name: str) -> None:
     sampling = FILTERS[name]
     row = rows_like_models(262_144, 7, kind)
     found = distributed(row, sampling)
@@ -259,7 +259,7 @@ def histories(length: int) -> Seq[int]:
     return [(i * i) % 9_000 for i in range(length)]
 
 
-def test_log_probabilities_are_those_of_the_row_as_it_came() -> None:
+def test_log_probabilities_are_those_of_the_unmodified_logits() -> None:
     for kind in ("words", "large", "equal", "forbidden", "flat"):
         row = rows_like_models(40_000, 1, kind)
         exact = row.astype(np.float64) - row.max()

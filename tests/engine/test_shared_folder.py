@@ -49,7 +49,9 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/*.kv"))
 
 
-def test_two_processes_write_one_folder_and_one_is_killed_in_a_write(tmp_path: Path) -> None:
+def test_two_processes_share_one_folder_and_one_may_be_killed_during_a_write(
+    tmp_path: Path,
+) -> None:
     with writer(tmp_path, 0, 4, "stops") as killed, writer(tmp_path, 20, 2) as other:
         # There is room for one more prompt, so `killed` need not remove files that were just used.
         assert printed(killed, "2") == ["0", "1", "2"]
@@ -83,7 +85,7 @@ def _ignore(n_bytes: int, took_s: float) -> None:
     del n_bytes, took_s
 
 
-def test_a_running_server_finds_what_another_has_written(
+def test_a_running_server_finds_files_written_by_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tunables, "FOLDER_SCAN_S", 0.01)

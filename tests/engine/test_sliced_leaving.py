@@ -41,7 +41,7 @@ def again(engine: Engine, outcome: Outcome) -> int:
 
 
 @pytest.mark.parametrize("slices", [2, 13, 20])
-def test_what_was_read_of_a_cancelled_prompt_is_not_read_again(slices: int) -> None:
+def test_the_computed_part_of_a_cancelled_prompt_is_reused(slices: int) -> None:
     backend = SlicedBackend()
     engine = engine_of(backend)
     outcome = beside_a_stream(engine, slices)
@@ -52,7 +52,7 @@ def test_what_was_read_of_a_cancelled_prompt_is_not_read_again(slices: int) -> N
     assert engine.snapshot()["prefilled_tokens"] == len(LONG) + 5
 
 
-def test_what_is_being_joined_when_it_is_cancelled_is_joined() -> None:
+def test_a_slice_being_appended_during_a_cancel_is_appended_completely() -> None:
     backend = SlicedBackend()
     engine = engine_of(backend)
     outcome = beside_a_stream(engine, 20)
@@ -62,7 +62,7 @@ def test_what_is_being_joined_when_it_is_cancelled_is_joined() -> None:
     assert again(engine, outcome) == len(LONG) - 1
 
 
-def test_what_comes_to_its_end_while_computing_stops_is_kept_and_counted() -> None:
+def test_a_micro_batch_that_completes_while_computing_stops_is_kept_and_counted() -> None:
     backend = SlicedBackend()
     backend.done_at_the_stop = 10
     engine = engine_of(backend)
@@ -72,7 +72,7 @@ def test_what_comes_to_its_end_while_computing_stops_is_kept_and_counted() -> No
     assert again(engine, outcome) == 60
 
 
-def test_what_was_read_in_the_time_a_request_had_is_kept() -> None:
+def test_the_part_computed_within_a_requests_time_limit_is_kept() -> None:
     backend = SlicedBackend()
     now = [0.0]
     settings = EngineSettings(sliced_prefill_tokens=50, headroom_bytes=0)
@@ -85,7 +85,7 @@ def test_what_was_read_in_the_time_a_request_had_is_kept() -> None:
     assert again(engine, outcome) == read
 
 
-def test_what_was_read_of_one_that_is_parked_is_not_read_again() -> None:
+def test_the_computed_part_of_a_parked_prompt_is_reused() -> None:
     backend = SlicedBackend()
     engine = engine_of(backend)
     outcome = beside_a_stream(engine, 12)
@@ -95,7 +95,7 @@ def test_what_was_read_of_one_that_is_parked_is_not_read_again() -> None:
     assert engine.snapshot()["prefilled_tokens"] == len(LONG) + 5
 
 
-def test_what_was_read_before_slices_failed_is_not_read_again() -> None:
+def test_the_part_computed_before_slices_failed_is_reused() -> None:
     backend = SlicedBackend(fails_at=130)
     engine = engine_of(backend)
     outcome = beside_a_stream(engine, 13)
@@ -104,7 +104,7 @@ def test_what_was_read_before_slices_failed_is_not_read_again() -> None:
     assert engine.snapshot()["prefilled_tokens"] == len(LONG) + 5
 
 
-def test_without_the_cells_for_all_that_was_read_a_part_of_it_is_kept() -> None:
+def test_without_cells_for_the_complete_computed_part_some_of_it_is_kept() -> None:
     backend = SlicedBackend()
     engine = engine_of(backend)
     outcome = beside_a_stream(engine, 15)
@@ -118,7 +118,7 @@ def test_without_the_cells_for_all_that_was_read_a_part_of_it_is_kept() -> None:
     assert again(engine, outcome) == 60
 
 
-def test_nothing_is_joined_that_nobody_will_use() -> None:
+def test_slices_that_no_request_can_use_are_dropped() -> None:
     """If a request does not share its KV, the KV is dropped. The same applies after a failed
     step."""
     backend = SlicedBackend()
@@ -136,7 +136,7 @@ def test_nothing_is_joined_that_nobody_will_use() -> None:
     assert [(s.joined, s.closed) for s in backend.slices] == [(0, True)]
 
 
-def test_what_was_read_when_the_worker_is_told_to_leave_is_there_after_a_restart(
+def test_the_part_computed_before_a_shutdown_is_available_after_a_restart(
     tmp_path: Path,
 ) -> None:
     settings = EngineSettings(
@@ -158,7 +158,7 @@ def counting(backend: Backend, what: str, stop: int) -> list[int]:
     return backend.tokenize(f"{what}: " + ", ".join(str(i) for i in range(1, stop)) + ",")
 
 
-def test_a_real_model_goes_on_from_what_was_read_of_a_cancelled_prompt(smollm2: Path) -> None:
+def test_a_real_model_continues_from_the_computed_part_of_a_cancelled_prompt(smollm2: Path) -> None:
     """The prompt is cancelled in the middle of a micro-batch. The tokens before it are cached, and
     the answer equals that of an isolated run."""
     spec = LoadSpec(

@@ -20,9 +20,7 @@ from localllm_backends.llamacpp import backend_type as llamacpp
 from models import tiny_gguf
 
 
-def test_a_long_prompt_beside_a_stream_is_read_in_slices_and_a_stream_gets_a_token_every_slice() -> (
-    None
-):
+def test_a_long_prompt_runs_in_slices_and_a_concurrent_stream_gets_a_token_per_slice() -> None:
     backend = SlicedBackend()
     engine = engine_of(backend)
     outcome = start(engine, ask("stream", words(5, 1), 100))
@@ -50,7 +48,7 @@ def test_a_long_prompt_beside_a_stream_is_read_in_slices_and_a_stream_gets_a_tok
     [(False, 205), (True, 50)],
     ids=["nobody decodes", "the prompt is not long"],
 )
-def test_otherwise_a_prompt_is_read_in_steps(stream: bool, tokens: int) -> None:
+def test_a_short_prompt_or_one_without_a_stream_runs_in_steps(stream: bool, tokens: int) -> None:
     backend = SlicedBackend()
     engine = engine_of(backend)
     outcome = start(engine, ask("stream", words(5, 1), 30)) if stream else Outcome()
@@ -65,7 +63,7 @@ def test_otherwise_a_prompt_is_read_in_steps(stream: bool, tokens: int) -> None:
     [{"refuses": True}, {"fails_at": 0}, {"fails_at": 30}],
     ids=["refused", "fails at once", "fails later"],
 )
-def test_what_can_not_be_read_in_slices_is_read_in_steps(fault: dict[str, Any]) -> None:
+def test_a_prompt_that_cannot_run_in_slices_runs_in_steps(fault: dict[str, Any]) -> None:
     backend = SlicedBackend(**fault)
     engine = engine_of(backend)
     outcome = start(engine, ask("stream", words(5, 1), 60))
@@ -77,7 +75,7 @@ def test_what_can_not_be_read_in_slices_is_read_in_steps(fault: dict[str, Any]) 
     assert outcome.tokens["stream"] == expected(words(5, 1), 60)
 
 
-def test_without_the_memory_for_it_nothing_is_read_in_slices() -> None:
+def test_without_enough_memory_no_prompt_runs_in_slices() -> None:
     backend = SlicedBackend()
     engine = engine_of(backend, available=100 * MB + 204 * MB)
     outcome = start(engine, ask("stream", words(5, 1), 60))
@@ -154,7 +152,9 @@ def behind_a_huge_one(n: int, read: int) -> tuple[SlicedBackend, Engine, Outcome
 
 
 @pytest.mark.parametrize(("n", "read"), [(60, 10), (200, 10), (600, 10), (60, 1300)])
-def test_one_with_much_less_to_read_waits_for_as_long_as_its_own_takes(n: int, read: int) -> None:
+def test_a_much_shorter_prompt_waits_only_as_long_as_its_own_prefill_takes(
+    n: int, read: int
+) -> None:
     backend, engine, outcome = behind_a_huge_one(n, read)
     (sliced,) = backend.slices
     before = len(sliced.slices)
@@ -170,9 +170,7 @@ def test_one_with_much_less_to_read_waits_for_as_long_as_its_own_takes(n: int, r
 
 
 @pytest.mark.parametrize(("n", "read"), [(780, 10), (1505, 10), (120, 1300)])
-def test_one_with_half_as_much_to_read_or_more_waits_until_the_first_is_read(
-    n: int, read: int
-) -> None:
+def test_a_prompt_of_at_least_half_the_length_waits_for_the_first(n: int, read: int) -> None:
     backend, engine, outcome = behind_a_huge_one(n, read)
     steps = len(backend.steps)
     while not backend.slices[0].closed:
@@ -184,7 +182,7 @@ def test_one_with_half_as_much_to_read_or_more_waits_until_the_first_is_read(
 
 
 @pytest.mark.parametrize("steps", [1, 4, 15, 22, 24])
-def test_one_that_is_cancelled_leaves_nothing_behind(steps: int) -> None:
+def test_a_cancelled_sliced_prompt_leaves_no_state(steps: int) -> None:
     backend = SlicedBackend()
     engine = engine_of(backend)
     outcome = start(engine, ask("stream", words(5, 1), 80))
@@ -199,7 +197,7 @@ def test_one_that_is_cancelled_leaves_nothing_behind(steps: int) -> None:
     assert again.tokens["again"] == expected(words(205, 2), 8)
 
 
-def test_progress_is_told_while_it_is_read() -> None:
+def test_progress_is_reported_during_a_sliced_prefill() -> None:
     backend = SlicedBackend()
     now = [0.0]
 
@@ -221,7 +219,7 @@ def test_progress_is_told_while_it_is_read() -> None:
     finish(engine, outcome)
 
 
-def test_parking_the_one_that_is_read_in_slices_only_delays_it() -> None:
+def test_parking_a_sliced_prompt_only_delays_it() -> None:
     backend = SlicedBackend(n_ctx=400)
     engine = engine_of(backend)
     outcome = start(engine, ask("stream", words(5, 1), 380))
@@ -263,7 +261,7 @@ def test_real_prompts_read_in_slices_get_the_answers_they_get_alone(
     alone.close()
 
 
-def test_nobody_drafts_between_two_slices() -> None:
+def test_streams_do_not_draft_between_two_slices() -> None:
     backend = SlicedBackend()
     settings = EngineSettings(sliced_prefill_tokens=50, headroom_bytes=0, draft="ngram")
     # Steps of 10 ms. With steps of microseconds there would be no time to choose drafts.
@@ -311,7 +309,7 @@ def test_a_gap_in_a_cached_prefix_is_computed_between_the_slices_of_another() ->
     assert outcome.tokens["long"] == expected(words(900, 2), 8)
 
 
-def test_what_is_read_is_appended_for_as_long_as_a_slice_takes() -> None:
+def test_computed_pieces_are_appended_for_the_time_of_one_slice() -> None:
     """Pieces are small. Between two steps several are joined if they are fast, and one if they are
     slow."""
     steps = []

@@ -44,7 +44,7 @@ def limits(draw: st.DrawFn) -> Limits:
 
 
 @given(wants(), limits())
-def test_a_step_keeps_its_limits_and_grants_only_what_is_wanted(
+def test_a_step_keeps_its_limits_and_grants_only_requested_tokens(
     asked: list[StepDemand], within: Limits
 ) -> None:
     by_key = {w.key: w for w in asked}
@@ -61,7 +61,7 @@ def test_a_step_keeps_its_limits_and_grants_only_what_is_wanted(
 
 
 @given(wants(), limits())
-def test_everybody_who_decodes_gets_a_token_and_something_always_moves(
+def test_every_decoding_request_gets_a_token_and_no_step_is_empty(
     asked: list[StepDemand], within: Limits
 ) -> None:
     grants = plan_step(asked, within)
@@ -71,7 +71,9 @@ def test_everybody_who_decodes_gets_a_token_and_something_always_moves(
 
 
 @given(wants(), limits())
-def test_prefill_is_bounded_by_who_else_is_there(asked: list[StepDemand], within: Limits) -> None:
+def test_prefill_in_a_step_is_limited_by_the_other_requests(
+    asked: list[StepDemand], within: Limits
+) -> None:
     grants = plan_step(asked, within)
     by_key = {w.key: w for w in asked}
     long = sum(g.n_tokens for g in grants if g.prefill and by_key[g.key].prefill > TINY)
@@ -116,7 +118,7 @@ def test_the_oldest_and_the_shortest_prompt_are_both_in_the_step(
 
 
 @pytest.mark.parametrize("streams", [0, 3])
-def test_a_prompt_is_read_without_those_of_a_tenant_that_is_not_next(streams: int) -> None:
+def test_a_prompt_is_computed_without_prompts_of_a_later_tenant(streams: int) -> None:
     """The newcomer's first token comes after as many tokens as if it were alone."""
     decoding = [StepDemand(f"stream {i}", 0, 1, 0.0, 9000) for i in range(streams)]
     crowd = [StepDemand(f"crowd {i}", 40 + i, 0, 9.0, 9000) for i in range(5)]
@@ -132,12 +134,12 @@ def test_a_prompt_is_read_without_those_of_a_tenant_that_is_not_next(streams: in
     assert [g.key for g in long[streams:]] == ["long"]
 
 
-def test_a_low_priority_takes_nothing_of_the_step() -> None:
+def test_a_low_priority_prompt_gets_no_tokens_of_a_full_step() -> None:
     demands = [StepDemand("long", 2000, 0, 1.0), StepDemand("later", 30, 0, -29.0)]
     assert plan_step(demands, Limits(128, 8, 128, 128)) == [Grant("long", 128, prefill=True)]
 
 
-def test_a_lone_prefill_takes_the_whole_batch_only_where_that_is_quick() -> None:
+def test_a_single_prompt_uses_the_full_batch_only_on_a_fast_machine() -> None:
     """A machine that prefills 2,000 tokens/s uses full batches. A machine with 100 tokens/s never
     blocks for seconds."""
     fast, slow = ChunkSizer(512), ChunkSizer(512)
@@ -154,7 +156,7 @@ def test_a_lone_prefill_takes_the_whole_batch_only_where_that_is_quick() -> None
     assert middle.prompt_tokens(1.0) == 512
 
 
-def test_steps_are_shorter_if_another_key_may_wait_for_them() -> None:
+def test_steps_are_shorter_if_another_tenant_may_wait_for_them() -> None:
     sizer, fast = ChunkSizer(512), ChunkSizer(512)
     sizer.observe(decoded=0, prefilled=128, seconds=0.6)
     fast.observe(decoded=0, prefilled=128, seconds=0.1)
@@ -173,7 +175,7 @@ def test_a_newcomer_waits_two_seconds_at_most_for_a_step_of_one_prompt(token_s: 
     assert sizer.prompt_tokens(SINGLE_STEP_S) * token_s <= 2.0
 
 
-def test_beside_decoding_a_step_takes_seven_plain_ones_at_most() -> None:
+def test_a_prefill_step_during_decoding_takes_at_most_seven_decode_steps() -> None:
     sizer = ChunkSizer(512)
     sizer.observe(decoded=1, prefilled=0, seconds=0.01)
     sizer.observe(decoded=0, prefilled=128, seconds=0.128)
@@ -219,7 +221,7 @@ def test_slower_decoding_that_lasts_is_learned() -> None:
 
 
 @given(st.floats(0.001, 1.0), st.floats(0.0, 20.0))
-def test_a_slice_leaves_the_step_behind_it_its_time_but_is_never_a_sliver(
+def test_a_slice_leaves_time_for_the_next_step_but_has_a_minimum_length(
     decode_s: float, last_steps: float
 ) -> None:
     sizer = ChunkSizer(512)
@@ -242,7 +244,7 @@ Asked = tuple[float, int, float]
     ),
     st.randoms(),
 )
-def test_priority_goes_first_and_nobody_is_passed_for_ever(
+def test_higher_priority_is_first_and_no_request_is_overtaken_forever(
     asked: list[Asked], chance: random.Random
 ) -> None:
     """One server, requests of equal work. The next one is the waiting request with the earliest
@@ -277,7 +279,7 @@ def test_priority_goes_first_and_nobody_is_passed_for_ever(
             assert came[j][0] - at <= 30 * (came[j][1] - priority) + 1e-6
 
 
-def test_a_device_reads_prompts_in_steps_as_large_as_it_is_fast_when_nobody_decodes() -> None:
+def test_a_faster_device_uses_larger_prefill_steps_when_no_stream_decodes() -> None:
     for tok_s, most in ((2000.0, 2048), (300.0, 1152), (50.0, 512)):
         sizer = ChunkSizer(2048, on_device=True)
         assert sizer.prompt_tokens(PROMPT_STEP_S) == 512, "before its speed is known"

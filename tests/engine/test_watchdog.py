@@ -64,12 +64,12 @@ def still(
     return [(Pulse(15.0 * (i + 1), steps, longest_s), 50.0 + effort_s * i) for i in range(n)]
 
 
-def test_a_call_in_which_nothing_moves_is_condemned_after_our_patience() -> None:
+def test_a_call_without_activity_counts_as_hung_after_the_time_limit() -> None:
     assert verdicts(still(19)) == ""
     assert "without any progress" in verdicts(still(25))
 
 
-def test_threads_that_wait_for_pythons_lock_do_no_work() -> None:
+def test_threads_waiting_for_the_gil_do_not_count_as_activity() -> None:
     """Such threads request the lock 200 times a second. A silent process that reads or computes
     shows more activity."""
 
@@ -83,13 +83,13 @@ def test_threads_that_wait_for_pythons_lock_do_no_work() -> None:
 
 
 @pytest.mark.parametrize("effort_s", [0.05, 1.0, 15.0])
-def test_a_first_step_may_take_as_long_as_it_works(effort_s: float) -> None:
+def test_a_first_step_may_take_any_time_if_it_is_active(effort_s: float) -> None:
     """A first step may take hours, even on a machine so busy that it gets a three-hundredth of a
     core."""
     assert verdicts(still(1000, effort_s=effort_s)) == ""
 
 
-def test_reading_a_model_from_a_slow_disk_is_work(tmp_path: Path) -> None:
+def test_reading_a_model_from_a_slow_disk_counts_as_activity(tmp_path: Path) -> None:
     """Pages are read with almost no CPU time."""
     file = tmp_path / "pages"
     file.write_bytes(os.urandom(8_000_000))
@@ -108,9 +108,7 @@ def test_reading_a_model_from_a_slow_disk_is_work(tmp_path: Path) -> None:
     assert effort_of(os.getpid()) - before > 4
 
 
-def test_one_that_spins_is_condemned_when_it_takes_a_hundred_times_as_long_as_any_step_did() -> (
-    None
-):
+def test_a_spinning_step_counts_as_hung_after_a_hundred_times_the_longest_step() -> None:
     spinning = still(60, steps=500, longest_s=2.0, effort_s=15.0)
     assert "no earlier call lasted more than 2.0 s" in verdicts(spinning)
     assert verdicts(spinning[:39]) == ""
@@ -118,11 +116,11 @@ def test_one_that_spins_is_condemned_when_it_takes_a_hundred_times_as_long_as_an
     assert verdicts(slow) == ""
 
 
-def test_a_machine_that_slept_condemns_nobody() -> None:
+def test_a_suspended_machine_does_not_make_a_worker_count_as_hung() -> None:
     assert verdicts([(Pulse(7200.0 * (i + 1)), 50.0) for i in range(4)], every_s=7200.0) == ""
 
 
-def test_many_short_calls_are_no_long_one() -> None:
+def test_many_short_calls_do_not_count_as_one_long_call() -> None:
     assert verdicts([(Pulse(0.01, i, 0.02), 50.0) for i in range(100)]) == ""
 
 
@@ -173,20 +171,20 @@ def test_a_worker_that_hangs_ends_its_requests_with_the_reason_and_is_replaced(w
     assert not psutil.pid_exists(first)
 
 
-def test_a_step_that_works_for_longer_is_waited_for() -> None:
+def test_a_long_active_step_is_not_ended() -> None:
     end, first, second = story("work")
     assert isinstance(end, Finish)
     assert first == second
 
 
-def test_nobody_is_watched_who_does_not_want_it() -> None:
+def test_a_worker_with_a_time_limit_of_zero_is_not_watched() -> None:
     end, first, second = story("work", hang_s=0)
     assert isinstance(end, Finish)
     assert first == second
 
 
 @pytest.mark.skipif(not hasattr(os, "waitid"), reason="waits for a death without its loop hearing")
-def test_one_that_was_killed_is_replaced_before_its_end_is_noticed() -> None:
+def test_a_killed_worker_is_replaced_before_its_end_is_noticed() -> None:
     """The first question breaks the pipe, and the second can't be sent. Its sender tries again at
     once, and must get a new worker."""
 
@@ -211,7 +209,7 @@ def test_one_that_was_killed_is_replaced_before_its_end_is_noticed() -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_housekeeping_that_fails_costs_nothing() -> None:
+def test_failed_housekeeping_fails_no_request() -> None:
     end, first, second = story("untidy")
     assert isinstance(end, Finish)
     assert first == second

@@ -157,7 +157,7 @@ def test_killing_the_worker_fails_its_requests_at_once_and_the_next_is_answered(
     with_model(few_layers, use)
 
 
-def test_leaving_early_cancels(few_layers: Path) -> None:
+def test_closing_an_event_stream_early_cancels_the_request(few_layers: Path) -> None:
     async def use(_: Supervisor, engine: WorkerClient) -> None:
         stream = events_of(engine, request_for("a", PROMPT, sampling=GREEDY, ignore_eos=True))
         async for event in stream:
@@ -200,7 +200,7 @@ def test_a_listener_that_fails_or_leaves_cancels_its_request(few_layers: Path) -
     with_model(few_layers, use)
 
 
-def test_ids_that_can_not_fit_are_refused_without_the_worker(
+def test_too_many_ids_for_the_context_are_refused_without_the_worker(
     few_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copying a million ids would block the server's event loop."""
@@ -244,7 +244,7 @@ def test_tokens_and_text_round_trip(few_layers: Path) -> None:
     with_model(few_layers, use)
 
 
-def test_a_worker_started_ahead_is_the_one_that_loads(few_layers: Path) -> None:
+def test_a_worker_started_in_advance_loads_the_model(few_layers: Path) -> None:
     """A worker's interpreter and imports take as long as planning, so they are started before
     it."""
 
@@ -287,7 +287,7 @@ def test_the_rest_of_a_start_waits_until_the_worker_has_its_model(few_layers: Pa
     asyncio.run(main())
 
 
-def test_a_worker_started_ahead_that_nobody_took_can_be_ended(few_layers: Path) -> None:
+def test_an_unused_worker_started_in_advance_can_be_ended(few_layers: Path) -> None:
     async def main() -> None:
         before = {child.pid for child in psutil.Process().children()}
         await start_ahead()
@@ -301,7 +301,7 @@ def test_a_worker_started_ahead_that_nobody_took_can_be_ended(few_layers: Path) 
     asyncio.run(main())
 
 
-def test_closing_gives_the_memory_back(few_layers: Path) -> None:
+def test_closing_frees_the_memory(few_layers: Path) -> None:
     async def main() -> None:
         supervisor = Supervisor(WorkerOptions(LoadSpec(str(few_layers), n_ctx=256)))
         engine = await supervisor.engine()
@@ -362,7 +362,7 @@ def test_a_model_that_crashes_again_and_again_is_refused_for_a_while(few_layers:
     with_model(few_layers, use)
 
 
-def test_a_question_the_worker_cannot_read_is_answered_all_the_same(few_layers: Path) -> None:
+def test_an_invalid_request_to_a_worker_gets_an_error(few_layers: Path) -> None:
     """The caller of an invalid question gets an error, and the worker continues to serve."""
 
     async def use(_supervisor: Supervisor, client: WorkerClient) -> None:
@@ -401,7 +401,7 @@ _REQUEST = {"id": "a", "prompt": "hello", "max_tokens": 5}
         ("embedding", {"op": "tokenize", **_WORDS}),
     ],
 )
-def test_a_worker_that_nobody_hears_any_more_ends(
+def test_a_worker_with_closed_output_ends(
     module: str, message: dict[str, object], few_layers: Path, tmp_path: Path
 ) -> None:
     """Its output is closed and its input is open: the worker would hold a model without a
@@ -423,7 +423,9 @@ def test_a_worker_that_nobody_hears_any_more_ends(
         assert child.wait(60) == 0
 
 
-def test_a_count_sends_no_tokens(few_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_tokens_sends_no_ids_over_the_pipe(
+    few_layers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def use(_: Supervisor, engine: WorkerClient) -> None:
         received: list[int] = []
         deliver = engine.process.pipe_data_received

@@ -53,7 +53,7 @@ def line_of(first: int, n: int) -> list[int]:
     return [first, *range(1000, 1000 + n - 1)]
 
 
-def test_what_is_written_is_counted_across_restarts_and_programs(tmp_path: Path) -> None:
+def test_written_bytes_are_counted_across_restarts_and_processes(tmp_path: Path) -> None:
     tier, cache = opened(tmp_path, daily_bytes=10**9)
     store(tier, cache, line_of(1, LONG))
     store(tier, cache, line_of(2, LONG))
@@ -70,7 +70,7 @@ def test_what_is_written_is_counted_across_restarts_and_programs(tmp_path: Path)
     again.close()
 
 
-def test_the_engine_says_what_was_written_without_reading_files(tmp_path: Path) -> None:
+def test_the_engine_reports_written_bytes_without_reading_files(tmp_path: Path) -> None:
     tier, cache = opened(tmp_path, daily_bytes=10**9)
     store(tier, cache, line_of(1, LONG))
     heard(tier, cache)
@@ -84,7 +84,7 @@ def test_the_engine_says_what_was_written_without_reading_files(tmp_path: Path) 
     tier.close()
 
 
-def test_a_days_bytes_are_not_exceeded_by_more_than_what_was_begun(tmp_path: Path) -> None:
+def test_the_daily_limit_is_exceeded_by_at_most_one_file(tmp_path: Path) -> None:
     tier, cache = opened(tmp_path, daily_bytes=5000)
     for n in range(10):
         store(tier, cache, line_of(n, LONG))
@@ -104,7 +104,7 @@ def test_a_days_bytes_are_not_exceeded_by_more_than_what_was_begun(tmp_path: Pat
     restarted.close()
 
 
-def test_files_of_others_are_not_removed_for_what_is_not_written(tmp_path: Path) -> None:
+def test_files_are_not_deleted_for_a_block_that_exceeds_the_daily_limit(tmp_path: Path) -> None:
     tier, cache = opened(tmp_path, daily_bytes=2000)
     store(tier, cache, line_of(1, LONG))
     assert heard(tier, cache) == 1
@@ -115,7 +115,7 @@ def test_files_of_others_are_not_removed_for_what_is_not_written(tmp_path: Path)
     tier.close()
 
 
-def test_no_limit_holds_nothing_back(tmp_path: Path) -> None:
+def test_without_a_limit_all_blocks_are_written(tmp_path: Path) -> None:
     for limit_bytes in (0, -1):
         tier, cache = opened(tmp_path / str(limit_bytes), daily_bytes=limit_bytes)
         tier.budget.count(tier.directory, 10**15)
@@ -124,7 +124,7 @@ def test_no_limit_holds_nothing_back(tmp_path: Path) -> None:
         tier.close()
 
 
-def test_damage_to_the_count_is_no_more_than_a_wrong_count(tmp_path: Path) -> None:
+def test_a_damaged_count_file_only_makes_the_count_wrong(tmp_path: Path) -> None:
     tier, cache = opened(tmp_path, daily_bytes=10**9)
     (tier.directory / "written-2026-05-01").write_bytes(b"\xff\xfe12\n-5\n40\n99999")
     assert tier.budget.written_bytes() == 40
@@ -133,7 +133,9 @@ def test_damage_to_the_count_is_no_more_than_a_wrong_count(tmp_path: Path) -> No
     tier.close()
 
 
-def test_the_floor_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_minimum_free_disk_space_is_a_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         disk_tier.shutil,
         "disk_usage",
@@ -178,7 +180,7 @@ def ask(engine: Engine, key: str, prompt: list[int]) -> int:
 
 
 @pytest.mark.parametrize("daily_bytes", [0, 1])
-def test_an_engine_reuses_from_memory_what_it_may_not_write(
+def test_blocks_beyond_the_daily_limit_are_reused_from_memory(
     tmp_path: Path, daily_bytes: int
 ) -> None:
     first, tier = engine_on(tmp_path, daily_bytes=daily_bytes)
@@ -195,7 +197,7 @@ def test_an_engine_reuses_from_memory_what_it_may_not_write(
     )
 
 
-def test_on_the_next_day_what_could_not_be_written_is(tmp_path: Path) -> None:
+def test_blocks_beyond_the_daily_limit_are_written_the_next_day(tmp_path: Path) -> None:
     """The blocks are written when they leave memory or the engine closes."""
     first, tier = engine_on(tmp_path, daily_bytes=10**6)
     tier.budget.count(tier.directory, 10**6)
@@ -210,7 +212,7 @@ def test_on_the_next_day_what_could_not_be_written_is(tmp_path: Path) -> None:
     again.close()
 
 
-def test_without_a_disk_the_same_is_reported() -> None:
+def test_without_a_disk_the_counters_are_reported_as_zero() -> None:
     without = Engine(ScriptedBackend(), EngineSettings()).snapshot()
     assert {name: n for name, n in without.items() if name.startswith("disk_")} == {
         "disk_written_bytes": 0,
@@ -222,7 +224,7 @@ def test_without_a_disk_the_same_is_reported() -> None:
     }
 
 
-def test_a_write_reads_what_is_new_in_the_counts_alone(
+def test_a_write_reads_only_new_entries_of_the_count_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A day may have many thousand writes."""
@@ -246,7 +248,7 @@ def test_a_write_reads_what_is_new_in_the_counts_alone(
     assert read_bytes == file.stat().st_size
 
 
-def test_a_line_that_another_process_has_not_ended_is_counted_once_it_is(tmp_path: Path) -> None:
+def test_a_partial_count_line_of_another_process_counts_once_complete(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     budget = WriteBudget(tmp_path, day=lambda: "2026-05-01")
     theirs = tmp_path / "model" / "written-2026-05-01.theirs"

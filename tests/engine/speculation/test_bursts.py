@@ -131,7 +131,7 @@ def test_a_slow_model_makes_no_pause_of_many_seconds(
 
 @given(st.floats(0.02, 0.2), st.integers(2, 60), st.integers(20, 120))
 @settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
-def test_who_comes_again_at_once_does_not_wait_for_a_long_burst(
+def test_an_agents_immediate_next_request_does_not_wait_for_a_long_burst(
     answer: str, row: float, prompt: int, before: int
 ) -> None:
     """An agent sends its next request within milliseconds of an answer. After such a request, a
@@ -160,7 +160,7 @@ def test_who_comes_again_at_once_does_not_wait_for_a_long_burst(
 
 
 @pytest.mark.parametrize("really", [0.05, 0.45])
-def test_a_wrong_probe_costs_one_stream_and_is_made_again(answer: str, really: float) -> None:
+def test_a_wrong_probe_slows_one_stream_and_is_repeated(answer: str, really: float) -> None:
     """The probe ran while the machine was busy. The engine believes the costs of later drafting
     steps at once, and probes again when the machine is idle."""
     backend = Timed(0.25)

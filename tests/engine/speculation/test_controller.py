@@ -49,7 +49,7 @@ def test_hopeless_guesses_are_never_drafted() -> None:
 
 
 @given(st.lists(RATES, min_size=1, max_size=4), st.floats(0.0, 1.0), st.floats(0.0, 0.3))
-def test_nobody_is_slowed_and_somebody_gains(
+def test_chosen_draft_lengths_slow_no_stream_and_speed_up_at_least_one(
     rates: list[float], row_cost: float, token_s: float
 ) -> None:
     def cost(rows: int) -> float:
@@ -67,7 +67,9 @@ def test_nobody_is_slowed_and_somebody_gains(
 
 
 @given(RATES, st.floats(0.0, 1.0))
-def test_alone_the_best_length_wins(rate: float, row_cost: float) -> None:
+def test_a_single_stream_gets_the_draft_length_with_the_highest_speed(
+    rate: float, row_cost: float
+) -> None:
     def cost(rows: int) -> float:
         return 1.0 + row_cost * (rows - 1)
 
@@ -80,7 +82,7 @@ def test_alone_the_best_length_wins(rate: float, row_cost: float) -> None:
     assert length == 0 if speed(best) <= 1.03 else speed(length) == pytest.approx(speed(best))
 
 
-def test_one_streams_copy_is_not_paid_for_by_its_neighbour() -> None:
+def test_a_copying_stream_does_not_draft_if_that_slows_another_stream() -> None:
     copying, chatting = DraftCandidate(powers(0.99)), DraftCandidate(())
 
     def cpu(rows: int) -> float:
@@ -114,7 +116,7 @@ def test_step_cost_learns_that_verifying_is_dearer_than_probed() -> None:
 
 
 @given(st.floats(0.2, 0.7), st.floats(1.5, 4.0), st.sampled_from(KNOTS[3:]))
-def test_a_probe_beside_somebody_elses_work_is_soon_put_right(
+def test_a_probe_distorted_by_other_processes_is_soon_corrected(
     row: float, busy: float, rows: int
 ) -> None:
     """A step without drafts suffers most from other processes, because each of its many small parts
@@ -133,7 +135,7 @@ def test_a_probe_beside_somebody_elses_work_is_soon_put_right(
     assert cost.drifted or abs(math.log(wrong / right)) < 0.6
 
 
-def test_one_burst_of_somebody_else_does_not_unlearn() -> None:
+def test_a_single_slow_step_does_not_change_the_learned_step_cost() -> None:
     cost = StepCost()
     cost.set({n: 0.01 * (1 + 0.1 * (n - 1)) for n in KNOTS})
     before = cost.seconds(8) / cost.seconds(1)
@@ -169,7 +171,7 @@ def test_hit_rates_react_within_a_few_tokens() -> None:
     assert HitRates(shared).rate(5) != before
 
 
-def test_survival_falls_and_ends_where_it_is_not_worth_a_row() -> None:
+def test_survival_probabilities_fall_and_end_below_the_cost_of_a_row() -> None:
     survival = HitRates().survival(3, 64)
     assert survival == sorted(survival, reverse=True)
     assert len(survival) < 64
@@ -186,7 +188,7 @@ def test_acceptance_counts_only_what_was_tried() -> None:
 
 
 @given(st.floats(1.0, 40.0), st.floats(0.05, 0.9), st.integers(1, 4))
-def test_a_step_that_others_wait_for_takes_no_longer_than_they_may_wait(
+def test_a_drafting_step_stays_within_the_waiting_time_of_other_requests(
     most: float, row: float, n: int
 ) -> None:
     def cost(rows: int) -> float:

@@ -66,7 +66,7 @@ def answer(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=["schema", "regex"])
-def test_ids_are_the_same_and_nothing_that_breaks_the_grammar_is_verified(
+def test_drafts_do_not_change_ids_and_invalid_tokens_are_not_verified(
     grammar: tuple[str, str], temperature: float
 ) -> None:
     rng = random.Random(f"{grammar}{temperature}")
@@ -103,7 +103,7 @@ def _allowed(compiled: GrammarCompiler, grammar: tuple[str, str], tokens: list[i
 @pytest.mark.parametrize(
     "sampling", [GREEDY, Sampling(temperature=0.8, seed=4)], ids=["greedy", "sampled"]
 )
-def test_a_real_model_says_the_same_with_a_half_right_guess(
+def test_a_half_right_draft_does_not_change_a_real_models_answer(
     few_layers: Path, sampling: Sampling
 ) -> None:
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024))

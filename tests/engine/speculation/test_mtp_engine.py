@@ -105,7 +105,7 @@ SHAPES: dict[str, tuple[Callable[..., Path], int]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("together", [1, 3])
-def test_answers_are_those_without_heads(shape: str, together: int, tmp_path: Path) -> None:
+def test_draft_heads_do_not_change_answers(shape: str, together: int, tmp_path: Path) -> None:
     write, n_rewind = SHAPES[shape]
     path = write(tmp_path / "m.gguf", likeness=0.35)
     engine, alone, rng = drafting(path, n_rewind=n_rewind), plain(path), random.Random(together)
@@ -171,7 +171,7 @@ def test_cancelled_forked_cached_and_stored_conversations_change_nothing(
     alone.close()
 
 
-def test_a_grammar_and_a_temperature_keep_their_answers(path: Path) -> None:
+def test_draft_heads_do_not_change_answers_with_grammar_or_temperature(path: Path) -> None:
     engine, without = drafting(path), drafting(path)
     without.speculator.off_because = "switched off"
     prompt = words(random.Random(3), 40)
@@ -190,7 +190,7 @@ def test_a_grammar_and_a_temperature_keep_their_answers(path: Path) -> None:
     without.close()
 
 
-def test_heads_that_are_always_wrong_are_soon_left_alone(tmp_path: Path) -> None:
+def test_heads_that_are_always_wrong_soon_stop_drafting(tmp_path: Path) -> None:
     engine = drafting(tiny_mtp.write_mtp(tmp_path / "random.gguf"), free=False)
     engine.speculator.cost.set({1: 1.0, 2: 1.7, 32: 20.0})
     engine.speculator.cost.observe = lambda *_: None  # type: ignore[method-assign]
@@ -265,7 +265,7 @@ def test_the_setting_loads_the_heads_and_plans_their_memory(path: Path) -> None:
     assert asyncio.run(ask()).usage.completion_tokens == 30
 
 
-def test_recurrent_models_are_loaded_able_to_take_drafts_back(tmp_path: Path) -> None:
+def test_recurrent_models_are_loaded_with_support_for_rejecting_drafts(tmp_path: Path) -> None:
     path = tiny_mtp.write_hybrid_mtp(tmp_path / "m.gguf")
     load, usual = (
         load_plan_named(str(path), Settings({"draft": "mtp"})),
@@ -281,7 +281,7 @@ def test_recurrent_models_are_loaded_able_to_take_drafts_back(tmp_path: Path) ->
     assert load.plan.memory.recurrent_bytes == one * load.plan.settings.n_sequences * (1 + rewind)
 
 
-def test_what_is_planned_for_the_heads_is_what_they_take(path: Path) -> None:
+def test_the_planned_memory_of_draft_heads_equals_their_use(path: Path) -> None:
     model = model_from_gguf(gguf.read(path))
     (variant,) = model.variants
     planned = memory.mtp_bytes(model, variant, RunSettings(4096, slots=4, n_batch=64))
@@ -315,7 +315,9 @@ def test_a_model_without_heads_is_refused_before_anything_is_loaded(
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "assistant"])
 @pytest.mark.parametrize("together", [1, 3])
-def test_answers_are_those_without_a_companion(kind: str, together: int, tmp_path: Path) -> None:
+def test_a_companion_drafter_does_not_change_answers(
+    kind: str, together: int, tmp_path: Path
+) -> None:
     """An EAGLE-3 head whose predictions follow the model's, a DSpark block whose Markov head does,
     and a Gemma 4 assistant."""
     path = tiny_drafters.write_target(tmp_path / "m.gguf", likeness=0.3)
@@ -365,7 +367,7 @@ def test_answers_are_those_without_a_companion(kind: str, together: int, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
-def test_a_companion_is_of_use_at_once_after_a_restart(
+def test_a_companion_drafter_is_ready_immediately_after_a_restart(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drafter's KV is read from disk together with the model's. The drafter prefills only new

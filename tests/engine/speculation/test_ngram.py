@@ -38,7 +38,7 @@ def test_longest_match_equals_a_plain_search(hay: list[int], suffix: list[int], 
 
 
 @given(st.lists(TOKENS, max_size=8))
-def test_a_token_line_is_a_list(parts: list[list[int]]) -> None:
+def test_a_token_buffer_behaves_like_a_list(parts: list[list[int]]) -> None:
     line, plain = TokenBuffer(), []
     for part in parts:
         line.extend(part)
@@ -54,7 +54,7 @@ def test_a_copy_is_proposed_whole() -> None:
     assert match == 5
 
 
-def test_a_changed_word_does_not_lose_the_place() -> None:
+def test_a_copy_continues_at_its_place_after_a_changed_word() -> None:
     text = list(range(100, 160))
     drafter = lookup([*text, 7, 8, *text[:20]])
     drafter.propose(8)
@@ -63,7 +63,7 @@ def test_a_changed_word_does_not_lose_the_place() -> None:
     assert tokens == text[21:25]
 
 
-def test_a_repeating_text_is_foreseen_beyond_its_end() -> None:
+def test_a_repeating_text_is_predicted_beyond_its_end() -> None:
     drafter = lookup([1, 2, 3, 1, 2, 3, 1, 2, 3])
     assert drafter.propose(7)[0] == [1, 2, 3, 1, 2, 3, 1]
 
@@ -91,7 +91,7 @@ def test_recent_answers_are_bounded() -> None:
     assert len(recent.tokens) <= 50
 
 
-def test_nothing_seen_nothing_proposed() -> None:
+def test_no_draft_is_proposed_without_seen_text() -> None:
     assert lookup([1, 2, 3, 4]).propose(8) == ([], 0)
     assert lookup([]).propose(8) == ([], 0)
 

@@ -56,7 +56,7 @@ def of_eight(cost: StepCost) -> float:
     return cost.seconds(8) / cost.seconds(1)
 
 
-def test_beside_others_it_is_made_at_once_and_again_when_they_are_quiet() -> None:
+def test_the_probe_runs_at_once_on_a_busy_machine_and_again_when_the_machine_is_idle() -> None:
     machine, cost = Machine(), StepCost()
     machine.beside = 0.5
     probe = machine.probe(cost)
@@ -83,7 +83,7 @@ def test_beside_others_it_is_made_at_once_and_again_when_they_are_quiet() -> Non
     assert machine.made == steps, "what is known is not measured again"
 
 
-def test_what_strays_from_the_probe_is_measured_ever_more_rarely() -> None:
+def test_a_cost_that_always_differs_from_the_probe_is_probed_less_and_less_often() -> None:
     machine, cost = Machine(), StepCost()
     probe = machine.probe(cost)
     tick_all(probe)
@@ -98,7 +98,7 @@ def test_what_strays_from_the_probe_is_measured_ever_more_rarely() -> None:
     assert 3 <= len(began) <= 8, began
 
 
-def test_a_machine_that_turns_busy_does_not_unlearn() -> None:
+def test_a_probe_on_a_newly_busy_machine_does_not_replace_learned_costs() -> None:
     machine, cost = Machine(), StepCost()
     probe = machine.probe(cost)
     tick_all(probe)

@@ -57,7 +57,7 @@ def test_a_right_prediction_saves_steps_and_changes_nothing() -> None:
     assert engine.snapshot()["accepted_ngram_tokens"] == usage.accepted_draft_tokens
 
 
-def test_of_a_prediction_no_more_is_read_than_an_answer_can_have(
+def test_a_prediction_is_read_only_up_to_the_maximum_answer_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regression: a prediction of several megabytes stopped the engine for a minute."""
@@ -143,7 +143,7 @@ def test_stop_strings_and_limits_end_inside_a_draft() -> None:
         assert outcome.text["a"] == (text[: text.index(stop)] if "stop" in more else text[:23])
 
 
-def test_switched_off_by_setting_or_request() -> None:
+def test_drafting_can_be_disabled_by_setting_or_request() -> None:
     text = plain("tell", 40, ignore_eos=True)
     asked = request_for("a", "tell", 40, GREEDY, ignore_eos=True, prediction=text)
     off = engine_of(ScriptedBackend(n_ctx=1024), mode="off")
@@ -154,7 +154,7 @@ def test_switched_off_by_setting_or_request() -> None:
     assert run(on, refused).finish("b").usage.accepted_draft_tokens == 0
 
 
-def test_memory_that_cannot_go_back_says_so() -> None:
+def test_the_snapshot_reports_a_kv_cache_that_cannot_remove_rejected_drafts() -> None:
     engine = engine_of(ScriptedBackend(rewind="none", segments=False))
     text = plain("tell", 20)
     outcome = run(engine, request_for("a", "tell", 20, GREEDY, prediction=text))
@@ -232,7 +232,7 @@ def test_a_grammar_holds_over_drafts(temperature: float) -> None:
     assert accepted > 10
 
 
-def test_a_draft_model_of_the_same_mind_writes_ahead() -> None:
+def test_all_drafts_of_an_identical_draft_model_are_accepted() -> None:
     expected = plain("dear", 60, ignore_eos=True)
     backend, small = ScriptedBackend(n_ctx=1024), ScriptedBackend(n_ctx=1024)
     engine = engine_of(backend, small)
@@ -256,7 +256,7 @@ def test_a_draft_model_draws_for_sampled_requests_and_several_at_once() -> None:
     assert snapshot["accepted_model_tokens"] == snapshot["drafted_model_tokens"] > 20  # type: ignore[operator]
 
 
-def test_what_the_draft_model_read_is_not_read_again() -> None:
+def test_the_draft_model_reuses_the_prefix_of_an_earlier_request() -> None:
     small = ScriptedBackend(n_ctx=1024)
     engine = engine_of(ScriptedBackend(n_ctx=1024), small)
     prompt = "long " * 40
@@ -267,7 +267,7 @@ def test_what_the_draft_model_read_is_not_read_again() -> None:
     assert small.computed_tokens - before < 60
 
 
-def test_a_failing_draft_model_costs_nothing_but_its_drafts() -> None:
+def test_a_failing_draft_model_only_disables_its_drafts() -> None:
     small = ScriptedBackend(n_ctx=1024)
     engine = engine_of(ScriptedBackend(n_ctx=1024), small)
 

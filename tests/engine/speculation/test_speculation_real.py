@@ -138,7 +138,7 @@ def test_windows_and_recurrent_states_take_rejected_drafts_back(shape: str, tmp_
     assert engine.snapshot()["drafted_ngram_tokens"] > 0  # type: ignore[operator]
 
 
-def test_a_recurrent_model_without_snapshots_says_why_it_does_not_draft(tmp_path: Path) -> None:
+def test_a_recurrent_model_without_snapshots_reports_why_it_cannot_draft(tmp_path: Path) -> None:
     engine = Engine(
         llamacpp.load(LoadSpec(str(tiny_gguf.write_hybrid(tmp_path / "m.gguf")), n_ctx=256)),
         EngineSettings(draft="auto"),

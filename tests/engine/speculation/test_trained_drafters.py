@@ -168,12 +168,12 @@ def test_a_trial_is_bounded(machine: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_streams_together_keep_theirs(machine: str) -> None:
+def test_concurrent_streams_keep_their_speed_whatever_is_accepted(machine: str) -> None:
     for rate in (0.0, 0.5):
         assert speed(machine, rate, "eagle3", 250, streams=4) >= (0.98 if rate else 0.99), rate
 
 
-def test_of_a_drafter_that_is_always_wrong_one_stream_pays_for_all() -> None:
+def test_trials_of_an_always_wrong_drafter_affect_one_stream_at_a_time() -> None:
     """Trials become rarer, no matter which stream makes them."""
     backend = Guessing("DGX Spark, gemma-3-4b", 0.0, "eagle3")
     asked: list[list[int]] = []
@@ -247,7 +247,7 @@ def test_trials_are_charged_for_the_time_that_they_took() -> None:
         ("two cores", 0.5, [True]),
     ],
 )
-def test_a_drafter_that_is_no_use_rests(machine: str, rate: float, rests: list[bool]) -> None:
+def test_a_drafter_without_gain_rests(machine: str, rate: float, rests: list[bool]) -> None:
     """A resting drafter does not have to process the tokens of sequences."""
     backend = Guessing(machine, rate, "eagle3")
     told: list[bool] = []
@@ -263,7 +263,7 @@ def test_a_drafter_that_is_no_use_rests(machine: str, rate: float, rests: list[b
     assert told == rests
 
 
-def test_what_was_learnt_is_known_to_the_next_request() -> None:
+def test_the_next_request_uses_the_learned_acceptance_rate() -> None:
     first, later = (speed("two cores", 0.0, "mtp", 24, requests=n) for n in (1, 6))
     assert first < 1
     assert later == pytest.approx(1.0, abs=0.001), "short answers pay for no trial"
