@@ -137,7 +137,7 @@ def test_the_installed_library_has_all_but_what_it_was_built_without() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "sliding", "hybrid"])
-def test_a_library_that_saves_no_sequences_still_computes(
+def test_a_library_without_sequence_states_still_computes(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llama = start_native()
@@ -200,7 +200,7 @@ def test_headers_are_read_once(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
     json.loads(kept.read_text())
 
 
-def test_other_headers_or_another_library_are_read_anew(engine: Path) -> None:
+def test_changed_headers_or_another_library_are_read_again(engine: Path) -> None:
     before = described(engine)
     header = engine.parent / "include" / "llama.h"
     header.write_text(
@@ -289,12 +289,12 @@ def test_declarations_of_every_kind_are_described(tmp_path: Path) -> None:
     assert found.constants == {"LLAMA_A": -1, "LLAMA_B": 0, "LLAMA_C": 8, "LLAMA_LIMIT": 16}
 
 
-def test_a_header_that_is_no_c_is_an_error_with_its_place(tmp_path: Path) -> None:
+def test_an_invalid_header_is_an_error_with_its_position(tmp_path: Path) -> None:
     with pytest.raises(HeaderError, match=r"llama\.h:2"):
         read(tmp_path, "int a;\nclass b : c {};\n")
 
 
-def test_functions_that_were_cxx_have_the_names_of_both_compilers(tmp_path: Path) -> None:
+def test_former_cxx_functions_have_the_mangled_names_of_both_compilers(tmp_path: Path) -> None:
     """The names equal those that llama-cpp-python lists and those that a compiler generates."""
     staging = Path(binding.__file__).with_name("staging.h")
     names = tuple(re.findall(r"\b(llama_\w+)\s*\(", staging.read_text()))

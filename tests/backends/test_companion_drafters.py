@@ -84,14 +84,18 @@ def failing(decode: Callable[[int, object], int], n_layers: int) -> Callable[[in
     )
 
 
-def test_after_any_history_they_guess_as_from_scratch(pair: tuple[Path, Path, Reference]) -> None:
+def test_after_any_history_drafters_guess_as_from_scratch(
+    pair: tuple[Path, Path, Reference],
+) -> None:
     model, drafter, reference = pair
     backend = load(model, drafter)
     guesses_are_those_from_scratch(backend, random.Random(5), reference.draft)
     backend.close()
 
 
-def test_those_that_rest_guess_from_the_newest_tokens(pair: tuple[Path, Path, Reference]) -> None:
+def test_a_drafter_that_rested_guesses_from_the_newest_tokens(
+    pair: tuple[Path, Path, Reference],
+) -> None:
     model, drafter, reference = pair
     backend = load(model, drafter, n_ctx=1024)
     resting_heads_guess_from_the_newest_tokens(backend, random.Random(5), reference.draft)
@@ -99,7 +103,7 @@ def test_those_that_rest_guess_from_the_newest_tokens(pair: tuple[Path, Path, Re
 
 
 @pytest.mark.parametrize("confidence", [False, True])
-def test_dsparks_heads_guess_what_numpy_computes(
+def test_guesses_of_dspark_heads_equal_a_numpy_reference(
     model: Path, tmp_path: Path, *, confidence: bool
 ) -> None:
     """Both drafters have the same random weights, one without and one with the heads: the writer
@@ -131,7 +135,7 @@ def test_dsparks_heads_guess_what_numpy_computes(
     assert (len(lengths) > 1) is confidence, "they end where they are not sure"
 
 
-def test_several_in_lockstep_guess_as_each_alone(model: Path, tmp_path: Path) -> None:
+def test_several_sequences_in_lockstep_guess_as_each_alone(model: Path, tmp_path: Path) -> None:
     rng = random.Random(3)
     for drafter in (
         tiny_drafters.write_eagle3(tmp_path / "e.gguf"),
@@ -156,7 +160,7 @@ def test_several_in_lockstep_guess_as_each_alone(model: Path, tmp_path: Path) ->
         backend.close()
 
 
-def test_a_block_is_no_longer_than_it_was_trained(model: Path, tmp_path: Path) -> None:
+def test_a_drafted_block_is_no_longer_than_in_training(model: Path, tmp_path: Path) -> None:
     for block, markov, longest in ((4, False, 3), (16, False, 15), (4, True, 4)):
         backend = load(
             model, tiny_drafters.write_dflash(tmp_path / "d.gguf", block=block, markov=markov)
@@ -182,7 +186,7 @@ def test_the_confidence_of_dspark_ends_a_draft(model: Path, tmp_path: Path) -> N
     assert 0 < lengths[1] != lengths[0] > 0
 
 
-def test_it_is_counted_and_told_apart(model: Path, tmp_path: Path) -> None:
+def test_a_drafter_counts_in_memory_and_in_the_fingerprint(model: Path, tmp_path: Path) -> None:
     drafter = tiny_drafters.write_eagle3(tmp_path / "e.gguf")
     other = tiny_drafters.write_eagle3(tmp_path / "e2.gguf", seed=2)
     plain = backend_type.load(
@@ -199,7 +203,7 @@ def test_it_is_counted_and_told_apart(model: Path, tmp_path: Path) -> None:
         b.close()
 
 
-def test_what_does_not_fit_is_refused_with_the_reason(
+def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(drafter: Path, reason: str, target: Path = model) -> None:
@@ -244,7 +248,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(
     refused(good, "no drafters in this library")
 
 
-def test_one_that_loses_its_place_harms_nobody(
+def test_a_drafter_that_loses_its_place_changes_no_result(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for drafter in (

@@ -124,7 +124,7 @@ def assert_same(a: np.ndarray, b: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
-def test_the_contract_holds(backend: Backend, check: conformance.Check) -> None:
+def test_backends_keep_the_contract(backend: Backend, check: conformance.Check) -> None:
     free = backend.cells_free()
     subject = Subject(backend)
     try:
@@ -150,7 +150,7 @@ class LostAfter(ScriptedBackend):
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_check_that_fails_gives_its_sequences_back(check: conformance.Check) -> None:
+def test_a_failed_check_drops_its_sequences(check: conformance.Check) -> None:
     """The device may be lost in any step of the check."""
     for n_steps in range(200):
         backend = LostAfter(n_steps)
@@ -163,7 +163,7 @@ def test_a_check_that_fails_gives_its_sequences_back(check: conformance.Check) -
     pytest.fail("the check never ended")
 
 
-def test_kv_in_pieces_and_a_state_go_on_where_the_state_was_taken(backend: Backend) -> None:
+def test_imported_kv_and_state_continue_where_the_state_was_exported(backend: Backend) -> None:
     if not backend.capabilities.states:
         pytest.skip("this memory keeps no state apart from its KV")
     tokens = line(120)
@@ -216,7 +216,7 @@ def test_the_state_of_another_place_is_refused(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("name", ["llamacpp-sliding", "llamacpp-hybrid"])
-def test_llama_cpp_keeps_state_apart(name: str, tmp_path: Path) -> None:
+def test_llama_cpp_stores_states_separately_from_kv(name: str, tmp_path: Path) -> None:
     """Otherwise every snapshot would contain all data. A failure means that this build stores
     sequences differently."""
     write = SHAPES[name]
@@ -276,9 +276,7 @@ def test_a_call_from_another_thread_is_refused_and_changes_nothing(
         backend.close()
 
 
-def test_tokens_of_a_text_may_be_asked_for_in_any_thread(
-    tiny_model: Path, load: Callable[..., Any]
-) -> None:
+def test_text_can_be_tokenised_in_any_thread(tiny_model: Path, load: Callable[..., Any]) -> None:
     backends = [llamacpp.load(LoadSpec(str(tiny_model), n_ctx=256))]
     if NO_MLX is None:
         backends.append(load())

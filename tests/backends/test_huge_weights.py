@@ -49,7 +49,7 @@ def system(root: Path, enabled: str, n_bytes: str = "2097152\n") -> Path:
         ("always madvise [never]\n", 0),
     ],
 )
-def test_a_system_says_whether_it_gives_huge_pages(
+def test_a_system_reports_whether_it_offers_huge_pages(
     tmp_path: Path, enabled: str, expected: int
 ) -> None:
     assert huge_page_bytes(system(tmp_path, enabled)) == expected
@@ -80,7 +80,7 @@ def moved_bytes(path: Path) -> int:
 
 
 @needs_huge_pages
-def test_what_is_in_use_moves_and_stays_what_it_was(tmp_path: Path) -> None:
+def test_weights_in_use_move_to_huge_pages_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     with mapped(path, read=True) as data:
         at, before = data.ctypes.data, data.copy()
@@ -94,7 +94,7 @@ def test_what_is_in_use_moves_and_stays_what_it_was(tmp_path: Path) -> None:
 
 
 @needs_huge_pages
-def test_what_nobody_has_read_stays_in_the_file_until_somebody_does(tmp_path: Path) -> None:
+def test_unread_weights_stay_in_the_file_until_they_are_read(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     with mapped(path, read=False) as data:
         now = [0.0]
@@ -111,7 +111,7 @@ def test_what_nobody_has_read_stays_in_the_file_until_somebody_does(tmp_path: Pa
 
 
 @needs_huge_pages
-def test_nothing_moves_where_memory_is_short(tmp_path: Path) -> None:
+def test_weights_do_not_move_if_memory_is_short(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     with mapped(path, read=True):
         now = [0.0]
@@ -127,7 +127,7 @@ def test_nothing_moves_where_memory_is_short(tmp_path: Path) -> None:
 
 
 @needs_huge_pages
-def test_who_reads_meanwhile_notices_nothing(tmp_path: Path) -> None:
+def test_concurrent_readers_see_unchanged_weights_during_a_move(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     with mapped(path, read=True) as data:
         expected, done, seen = int(data[::4096].astype(np.int64).sum()), threading.Event(), set()
@@ -150,7 +150,7 @@ def test_who_reads_meanwhile_notices_nothing(tmp_path: Path) -> None:
 
 
 @needs_huge_pages
-def test_a_model_whose_weights_moved_while_its_engine_idled_says_the_same(smollm2: Path) -> None:
+def test_weights_that_moved_during_idle_time_do_not_change_answers(smollm2: Path) -> None:
     """SmolLM2 in Q4_1: no processor's kernels repack this type, so nearly all of the file moves.
     (Layers on a GPU would be in its memory, so none are offloaded.)"""
     backend = backend_type.load(

@@ -26,7 +26,9 @@ def embedder(bert: Path) -> Iterator[LlamaCppEmbedder]:
     loaded.close()
 
 
-def test_its_facts(embedder: LlamaCppEmbedder) -> None:
+def test_an_embedder_reports_size_pooling_context_and_architecture(
+    embedder: LlamaCppEmbedder,
+) -> None:
     assert (embedder.n_embd, embedder.pooling, embedder.info.n_ctx) == (E, "mean", CTX)
     assert embedder.info.architecture == "bert"
 
@@ -53,7 +55,7 @@ def test_a_row_has_length_one_and_does_not_depend_on_its_neighbours(
     assert not np.allclose(together[0], together[1], atol=1e-2)
 
 
-def test_more_than_a_batch_goes_through_in_several(embedder: LlamaCppEmbedder) -> None:
+def test_more_texts_than_fit_in_a_batch_use_several_batches(embedder: LlamaCppEmbedder) -> None:
     many = [embedder.tokenize("word " * (1 + i % 9)) for i in range(70)]
     rows = embedder.embed(many)
     assert np.allclose(rows[63], embedder.embed([many[63]])[0], atol=1e-3)
@@ -62,7 +64,7 @@ def test_more_than_a_batch_goes_through_in_several(embedder: LlamaCppEmbedder) -
     assert embedder.embed([]).shape == (0, E)
 
 
-def test_cls_pooling_is_the_files_own_and_others_differ(
+def test_cls_pooling_of_the_file_is_used_and_differs_from_other_poolings(
     tmp_path: Path, embedder: LlamaCppEmbedder
 ) -> None:
     cls = load_embedder(str(write_bert(tmp_path / "cls.gguf", pooling=2)))

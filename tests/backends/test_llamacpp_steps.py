@@ -43,7 +43,7 @@ def test_a_step_waits_for_its_device(
     assert calls == ["llama_decode", "llama_get_logits" if outputs else "llama_synchronize"]
 
 
-def test_the_first_step_of_a_mixture_asks_the_experts_that_its_router_chose(tmp_path: Path) -> None:
+def test_the_first_step_of_a_mixture_uses_the_experts_chosen_by_its_router(tmp_path: Path) -> None:
     """llama.cpp's own warm-up uses all experts, and a step of the same shape after it would be
     computed in the same way."""
     backend = backend_type.load(
@@ -65,7 +65,7 @@ def test_the_first_step_of_a_mixture_asks_the_experts_that_its_router_chose(tmp_
     assert np.array_equal(first, later)
 
 
-def test_a_gpu_reads_several_micro_batches_in_a_step_and_takes_them_back(
+def test_a_gpu_step_has_several_micro_batches_and_can_be_interrupted(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The logits equal those of single micro-batches. If a step is interrupted after some of its
@@ -99,7 +99,7 @@ def test_a_gpu_reads_several_micro_batches_in_a_step_and_takes_them_back(
         backend.close()
 
 
-def test_a_window_that_is_written_over_is_read_one_micro_batch_a_step(
+def test_a_sliding_window_model_computes_one_micro_batch_per_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("localllm_backends.llamacpp.context.has_gpu", lambda: True)

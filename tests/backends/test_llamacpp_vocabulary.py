@@ -64,7 +64,7 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(
     words.close()
 
 
-def test_a_conversation_that_goes_on_is_read_where_it_is_new(
+def test_a_continued_conversation_tokenises_only_new_text(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only requests that share the KV save this time. For others, a check of a guessed prefix takes

@@ -9,7 +9,7 @@ import sys
 from localllm_backends.llamacpp.threads import usable_cores
 
 
-def test_the_program_tells_what_this_processors_cores_multiply() -> None:
+def test_the_program_measures_the_matrix_rate_of_this_processor() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "localllm_backends.llamacpp.matrix_rate", "Q4_K", "F16", "NEW_TYPE"],
         capture_output=True, text=True, check=True,

@@ -109,7 +109,9 @@ def fork(line: SequenceCache) -> SequenceCache:
         st.tuples(st.sampled_from(["write", "cut", "fork"]), st.integers(1, 90)), max_size=25
     ),
 )
-def test_a_line_shows_what_it_should(window: int | None, moves: list[tuple[str, int]]) -> None:
+def test_attention_of_a_sequence_sees_exactly_its_tokens(
+    window: int | None, moves: list[tuple[str, int]]
+) -> None:
     line, tokens = line_of(window), list[float]()
     forks: list[tuple[SequenceCache, list[float]]] = []
     number = 0.0
@@ -138,7 +140,7 @@ def test_a_line_shows_what_it_should(window: int | None, moves: list[tuple[str, 
     lengths=st.lists(st.integers(1, 300), min_size=2, max_size=4),
     steps=st.lists(st.lists(st.integers(0, 4), min_size=4, max_size=4), min_size=1, max_size=12),
 )
-def test_rows_of_a_batch_grow_and_shrink_by_themselves(
+def test_rows_of_a_batch_grow_and_shrink_independently(
     window: int | None, lengths: list[int], steps: list[list[int]]
 ) -> None:
     import mlx.core as mx
@@ -179,7 +181,7 @@ def test_rows_of_a_batch_grow_and_shrink_by_themselves(
     assert write(lines[0], [-1.0], window) == expected([*held[0], -1.0], 1, window)
 
 
-def test_two_lines_share_buffers_until_one_writes() -> None:
+def test_two_sequences_share_buffers_until_one_of_them_writes() -> None:
     import mlx.core as mx
 
     line = line_of()
@@ -261,7 +263,7 @@ def test_layers_grow_in_different_steps() -> None:
     )
 )
 @settings(max_examples=examples(30))
-def test_blocks_written_are_there_whatever_comes_between(actions: list[tuple[str, int]]) -> None:
+def test_written_blocks_are_present_after_any_operations(actions: list[tuple[str, int]]) -> None:
     """Blocks are copied into the buffers late, but never after a cut, a fork or a step that needs
     them."""
     import mlx.core as mx
@@ -291,7 +293,7 @@ def test_blocks_written_are_there_whatever_comes_between(actions: list[tuple[str
         assert (-values).flatten().tolist() == held
 
 
-def test_many_blocks_are_copied_once() -> None:
+def test_many_written_blocks_are_copied_in_one_pass() -> None:
     """A stored prefix arrives in blocks. Growing the buffers for each block would copy the first
     blocks again and again."""
     import mlx.core as mx

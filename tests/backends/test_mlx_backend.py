@@ -52,7 +52,7 @@ def test_a_chunk_at_great_depth_is_computed_in_pieces(
 
 @pytest.mark.parametrize("shape", ["llama", "sliding", "hybrid", "recurrent"])
 @pytest.mark.parametrize("n_streams", [1, 3])
-def test_greedy_steps_are_started_ahead_and_a_change_of_mind_costs_nothing_but_time(
+def test_greedy_steps_start_early_and_discarding_one_costs_only_time(
     load: Callable[..., Any], shape: str, n_streams: int
 ) -> None:
     backend, judge = load(shape), load(shape)
@@ -209,7 +209,7 @@ def step(
             assert_same(alone(judge, held[chunks[i].sequence]), result.logits(i)[-1])
 
 
-def test_quantised_memory_is_smaller_and_near(load: Callable[..., Any]) -> None:
+def test_quantised_kv_is_smaller_and_gives_similar_logits(load: Callable[..., Any]) -> None:
     tokens = line(250)
     plain = load()
     expected = alone(plain, tokens)
@@ -243,7 +243,7 @@ def test_the_wired_limit_is_left_alone(
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def test_memory_is_what_mlx_holds(
+def test_reported_memory_equals_the_active_memory_of_mlx(
     load: Callable[..., Any], checkpoint: Callable[[str], Path]
 ) -> None:
     import gc
@@ -269,7 +269,9 @@ def test_memory_is_what_mlx_holds(
 
 
 @pytest.mark.parametrize("requests", [400, pytest.param(1000, marks=pytest.mark.long)])
-def test_hundreds_of_requests_leave_nothing_behind(load: Callable[..., Any], requests: int) -> None:
+def test_hundreds_of_requests_leave_no_memory_in_use(
+    load: Callable[..., Any], requests: int
+) -> None:
     import gc
 
     import mlx.core as mx
@@ -319,7 +321,7 @@ def test_hundreds_of_requests_leave_nothing_behind(load: Callable[..., Any], req
 
 
 @pytest.mark.parametrize("shape", ["sliding", "hybrid"])
-def test_a_state_is_as_large_behind_many_tokens_as_behind_few(
+def test_the_size_of_a_state_does_not_depend_on_the_token_count(
     load: Callable[..., Any], shape: str
 ) -> None:
     """The KV stored in blocks is that of the layers that keep every token."""
@@ -334,7 +336,9 @@ def test_a_state_is_as_large_behind_many_tokens_as_behind_few(
 
 
 @pytest.mark.parametrize("shape", ["sliding", "hybrid"])
-def test_a_state_is_taken_beside_streams_that_go_on(load: Callable[..., Any], shape: str) -> None:
+def test_a_state_is_exported_during_continuing_streams(
+    load: Callable[..., Any], shape: str
+) -> None:
     """The step that was started early for them remains valid, although it has already advanced the
     state."""
     backend, judge = load(shape), load(shape)
@@ -356,7 +360,7 @@ def test_a_state_is_taken_beside_streams_that_go_on(load: Callable[..., Any], sh
     assert_same(alone(judge, [*texts[0], 9]), backend.step([Chunk(copy, [9])]).logits(0)[0])
 
 
-def test_a_batch_forms_by_one_submission_and_one_wait(
+def test_forming_a_batch_takes_one_submission_and_one_wait(
     load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is not one wait for each layer."""

@@ -80,7 +80,7 @@ def test_the_loss_of_each_type_is_measured(load: Callable[..., Any]) -> None:
     assert found["turbo4"].mean_kl < found["q3_0"].mean_kl
 
 
-def test_turboquant_is_forked_and_stored_as_any_type(load: Callable[..., Any]) -> None:
+def test_turboquant_kv_can_be_forked_and_stored(load: Callable[..., Any]) -> None:
     backend = load(n_ctx=2048, kv_type_k="turbo4", kv_type_v="turbo4")
     tokens = line(320)
     expected = alone(backend, [*tokens, 7])

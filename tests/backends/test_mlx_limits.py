@@ -30,7 +30,9 @@ def test_only_a_linux_cpu_needs_a_compiler() -> None:
     assert not needs_compiler("linux", lambda _: None, cuda=True)
 
 
-def test_a_missing_compiler_is_said_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported_with_the_way_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("shutil.which", lambda _: None)
     said = MlxType().available()
@@ -39,7 +41,7 @@ def test_a_missing_compiler_is_said_with_the_way_to_get_it(monkeypatch: pytest.M
     assert "g++" in said
 
 
-def test_it_accepts_checkpoint_folders_and_their_weight_files(
+def test_mlx_accepts_checkpoint_folders_and_their_weight_files(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = checkpoint("llama")
@@ -60,7 +62,7 @@ def test_it_accepts_checkpoint_folders_and_their_weight_files(
         ({"kv_type_k": "bf16", "kv_type_v": "bf16"}, "f32"),
     ],
 )
-def test_what_mlx_has_no_setting_for_is_refused(
+def test_settings_that_mlx_lacks_are_refused(
     load: Callable[..., Any], spec: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(LoadError, match=said):
@@ -68,7 +70,9 @@ def test_what_mlx_has_no_setting_for_is_refused(
 
 
 @pytest.mark.parametrize("shape", ["sliding", "mla"])
-def test_a_memory_that_cannot_be_quantised_says_so(load: Callable[..., Any], shape: str) -> None:
+def test_a_cache_that_cannot_be_quantised_is_refused_with_the_reason(
+    load: Callable[..., Any], shape: str
+) -> None:
     assert load(shape).info.kv_type_k == "f32"
     with pytest.raises(LoadError, match="can't be stored as q8_0"):
         load(shape, kv_type_k="q8_0", kv_type_v="q8_0")
@@ -140,7 +144,7 @@ def test_broken_checkpoints_are_load_errors(
             backend_type.load(LoadSpec(str(folder), n_ctx=128))
 
 
-def test_too_much_is_refused_before_it_is_loaded_with_both_figures(
+def test_a_model_larger_than_memory_is_refused_before_loading_with_both_sizes(
     load: Callable[..., Any],
 ) -> None:
     with pytest.raises(OutOfMemoryError, match=r"needs .* GB, and .* GB are available"):

@@ -212,7 +212,7 @@ def test_guesses_are_those_from_scratch_after_any_history(
         backend.close()
 
 
-def test_files_of_heads_and_of_a_model_without_are_told_apart(folder: Path) -> None:
+def test_checkpoints_with_and_without_draft_heads_are_distinguished(folder: Path) -> None:
     on, off, rng = load(folder), load(folder, mtp=False), random.Random(2)
     assert (on.capabilities.drafts, on.capabilities.draft_kind) == (16, "mtp")
     assert off.capabilities.drafts == 0
@@ -230,7 +230,7 @@ def test_files_of_heads_and_of_a_model_without_are_told_apart(folder: Path) -> N
         backend.close()
 
 
-def test_logits_are_those_of_the_model_without_heads(folder: Path) -> None:
+def test_draft_heads_do_not_change_logits(folder: Path) -> None:
     import numpy as np
 
     on, off, tokens = load(folder), load(folder, mtp=False), words(random.Random(3), 90)
@@ -243,7 +243,7 @@ def test_logits_are_those_of_the_model_without_heads(folder: Path) -> None:
     np.testing.assert_array_equal(*rows)
 
 
-def test_heads_that_fail_draft_on_and_harm_nobody(
+def test_failed_draft_heads_recover_and_change_no_result(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from localllm_backends.mlx.mtp import MtpModule
@@ -273,7 +273,7 @@ def test_heads_that_fail_draft_on_and_harm_nobody(
 
 
 @pytest.mark.parametrize("family", ["qwen", "qwen-moe"])
-def test_a_checkpoint_as_its_makers_publish_it_has_the_same_heads(
+def test_a_checkpoint_in_the_published_layout_has_the_same_heads(
     family: str, tmp_path: Path
 ) -> None:
     folder = tiny_mlx.write_mtp(tmp_path / "mlx", family)
@@ -327,7 +327,7 @@ def test_models_whose_heads_cannot_run_are_refused_with_the_reason(tmp_path: Pat
     refused(cut, "can't be read")
 
 
-def test_quantised_heads_are_read_as_they_are_stored(tmp_path: Path) -> None:
+def test_quantised_heads_are_loaded_with_their_quantisation(tmp_path: Path) -> None:
     """The model and its head are quantised to 8 bits. The head then makes the same guesses as the
     unquantised one, most of the time."""
     import mlx.core as mx

@@ -40,7 +40,7 @@ def test_the_installed_releases_have_every_name() -> None:
     assert library_names.gone() == {}
 
 
-def test_a_name_that_is_gone_is_reported_with_its_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_name_is_reported_with_its_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("mlx_lm.utils.load_adapters")
     monkeypatch.setattr("mlx_lm.utils.load_model", lambda folder, lazy=False: None)
     monkeypatch.setitem(sys.modules, "mlx_lm.convert", SimpleNamespace())

@@ -34,7 +34,7 @@ pytestmark = [
     ("message", "kind"),
     [("a kernel broke", StepError), ("[malloc] Unable to allocate 9 bytes", OutOfMemoryError)],
 )
-def test_a_failed_step_appends_nothing_and_costs_only_its_own_sequences(
+def test_a_failed_step_appends_no_tokens_and_fails_only_its_own_sequences(
     load: Callable[..., Any], message: str, kind: type[Exception]
 ) -> None:
     backend, judge = load(), load()
@@ -62,7 +62,7 @@ def test_a_failed_step_appends_nothing_and_costs_only_its_own_sequences(
 
 
 @pytest.mark.parametrize("n_streams", [1, 3])
-def test_a_failure_while_computing_appends_nothing_either(
+def test_a_failure_during_computing_also_appends_no_tokens(
     load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, n_streams: int
 ) -> None:
     """MLX computes lazily, so errors are raised when the step's results are awaited."""
@@ -135,7 +135,9 @@ def test_blocks_of_another_model_or_type_are_refused(load: Callable[..., Any]) -
 
 @settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_damaged_header_never_gets_in(load: Callable[..., Any], data: st.DataObject) -> None:
+def test_a_block_with_a_damaged_header_is_refused_or_harmless(
+    load: Callable[..., Any], data: st.DataObject
+) -> None:
     backend = _shared(load)
     sequence, _ = start(backend, line(20))
     good = bytearray(backend.export_range(sequence, 0, 20))

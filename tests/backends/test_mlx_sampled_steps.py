@@ -88,7 +88,7 @@ HOT = Sampling(temperature=1.2, top_k=300, top_p=1.0, min_p=0.0)
 
 
 @pytest.mark.parametrize("shape", ["llama", "sliding", "hybrid"])
-def test_sampled_steps_are_started_ahead_with_the_tokens_of_our_own_sampler(
+def test_sampled_steps_start_early_with_the_tokens_of_our_own_sampler(
     engines: Callable[..., tuple[Engine, Calls]], shape: str
 ) -> None:
     there, calls = engines(shape)
@@ -102,7 +102,7 @@ def test_sampled_steps_are_started_ahead_with_the_tokens_of_our_own_sampler(
         assert here.backend.stepper.ahead is None  # type: ignore[attr-defined]
 
 
-def test_steps_begun_ahead_are_used(engines: Callable[..., tuple[Engine, Calls]]) -> None:
+def test_steps_started_early_are_used(engines: Callable[..., tuple[Engine, Calls]]) -> None:
     engine, calls = engines("llama")
     requests = [asked(f"r{'x' * i}", replace(HOT, seed=i)) for i in range(3)]
     for request in requests:
@@ -181,7 +181,7 @@ def test_a_step_is_submitted_once_whatever_is_asked(
     engine.check_integrity()
 
 
-def test_all_kinds_of_requests_run_beside_each_other(
+def test_all_kinds_of_requests_run_concurrently_with_unchanged_tokens(
     engines: Callable[..., tuple[Engine, Calls]],
 ) -> None:
     """Requests sampled on the device, greedy ones, ones with penalties and ones with
@@ -197,7 +197,7 @@ def test_all_kinds_of_requests_run_beside_each_other(
     assert tokens_of(there, *kinds) == tokens_of(here, *kinds)
 
 
-def test_a_stop_string_and_a_grammar_hold_beside_drawn_streams(
+def test_stop_strings_and_grammars_work_with_concurrent_device_sampled_streams(
     engines: Callable[..., tuple[Engine, Calls]],
 ) -> None:
     """A step may be started early for a request that then stops, or next to one whose tokens a
@@ -217,7 +217,7 @@ def test_a_stop_string_and_a_grammar_hold_beside_drawn_streams(
     assert len(found["ccc"]) == 24
 
 
-def test_sampling_keeps_the_contract(folder: Callable[[str], Path]) -> None:
+def test_device_sampling_keeps_the_contract(folder: Callable[[str], Path]) -> None:
     """This also holds on a CPU, which does not offer sampling."""
     backend = mlx.load(LoadSpec(str(folder("llama")), n_ctx=256, n_batch=64))
     backend.capabilities = replace(backend.capabilities, samples=True)
@@ -227,7 +227,9 @@ def test_sampling_keeps_the_contract(folder: Callable[[str], Path]) -> None:
     backend.close()
 
 
-def test_nothing_is_held_that_grows(engines: Callable[..., tuple[Engine, Calls]]) -> None:
+def test_active_memory_does_not_grow_with_requests(
+    engines: Callable[..., tuple[Engine, Calls]],
+) -> None:
     import mlx.core as mx
 
     engine, _ = engines("llama")
@@ -238,7 +240,7 @@ def test_nothing_is_held_that_grows(engines: Callable[..., tuple[Engine, Calls]]
     assert mx.get_active_memory() <= held * 1.1
 
 
-def test_a_processor_leaves_sampling_to_the_engine(folder: Callable[[str], Path]) -> None:
+def test_on_a_cpu_the_engine_samples(folder: Callable[[str], Path]) -> None:
     import mlx.core as mx
 
     backend = mlx.load(LoadSpec(str(folder("llama")), n_ctx=256))

@@ -110,7 +110,7 @@ def sampler_of(sampling: Sampling, grammar: Grammar | None, never: tuple[int, ..
     st.integers(0, 2**32),
     st.lists(st.integers(-5, 9), max_size=90),
 )
-def test_what_is_drawn_follows_the_definition(
+def test_device_draws_follow_the_definition(
     streams: list[tuple[Sampling, str, bool, bool]], n_vocab: int, seed: int, history: list[int]
 ) -> None:
     """Rows of several requests with different sampler stages, each at 30 uniforms: every token owns
@@ -171,7 +171,7 @@ def test_what_is_drawn_follows_the_definition(
     st.lists(st.integers(0, 9), max_size=20),
     st.integers(0, 2**32),
 )
-def test_what_is_drawn_behind_a_token_nobody_has_seen_is_what_would_be_drawn_once_it_is_seen(
+def test_a_draw_after_a_token_still_on_the_device_equals_the_draw_after_reading_it(
     streams: list[Sampling], history: list[int], seed: int
 ) -> None:
     import mlx.core as mx
@@ -246,7 +246,7 @@ FILTERS = {
 
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("changes", CHANGES)
-def test_a_draw_takes_few_kernels(filters: str, changes: str, tmp_path: Path) -> None:
+def test_a_draw_launches_few_kernels(filters: str, changes: str, tmp_path: Path) -> None:
     """The count is for all rows together, with a vocabulary as large as Qwen's. Views need no
     kernel."""
     import mlx.core as mx

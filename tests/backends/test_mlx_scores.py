@@ -70,7 +70,7 @@ def test_scores_grow_with_the_depth_as_planned(step: int) -> None:
     assert least <= last - first <= most
 
 
-def test_what_is_declared_is_what_one_call_attends_with() -> None:
+def test_the_declared_score_limit_equals_that_of_one_attention_call() -> None:
     from localllm_backends.mlx.stepping import SCORES_AT_ONCE
 
     assert backend_type.declaration.scores_at_once == SCORES_AT_ONCE // 4

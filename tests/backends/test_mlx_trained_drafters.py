@@ -113,7 +113,7 @@ def with_reference(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_any_history_they_guess_as_from_scratch(
+def test_after_any_history_drafters_guess_as_from_scratch(
     kind: str, model: Path, tmp_path: Path
 ) -> None:
     backend, reference = with_reference(kind, model, tmp_path / "d")
@@ -122,7 +122,7 @@ def test_after_any_history_they_guess_as_from_scratch(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_those_that_rest_guess_from_the_newest_tokens(
+def test_a_drafter_that_rested_guesses_from_the_newest_tokens(
     kind: str, model: Path, tmp_path: Path
 ) -> None:
     backend, reference = with_reference(kind, model, tmp_path / "d", n_ctx=1024)
@@ -148,7 +148,7 @@ def guesses(backend: Backend, seed: int = 3) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("design", tiny_mlx_drafters.DESIGNS)
-def test_several_guess_as_each_alone(design: str, model: Path, tmp_path: Path) -> None:
+def test_several_sequences_guess_as_each_alone(design: str, model: Path, tmp_path: Path) -> None:
     backend = load(model, tiny_mlx_drafters.write(tmp_path / "d", design, bits=8))
     longest = {"eagle3": 16, "dflash": 7, "dflash2": 7, "dspark": 8}[design]
     kind = "eagle3" if design == "eagle3" else "dflash"
@@ -185,7 +185,7 @@ def test_the_confidence_of_dspark_ends_a_draft(model: Path, tmp_path: Path) -> N
     assert len(set(sure[True])) > 1
 
 
-def test_it_is_counted_and_told_apart(model: Path, tmp_path: Path) -> None:
+def test_a_drafter_counts_in_memory_and_in_the_fingerprint(model: Path, tmp_path: Path) -> None:
     drafter = tiny_mlx_drafters.write_eagle3(tmp_path / "e")
     other = tiny_mlx_drafters.write_eagle3(tmp_path / "e2", seed=4)
     plain, on, second = load(model, ""), load(model, drafter), load(model, other)
@@ -204,7 +204,7 @@ def test_it_is_counted_and_told_apart(model: Path, tmp_path: Path) -> None:
         backend.close()
 
 
-def test_what_does_not_fit_is_refused_with_the_reason(
+def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = iter("abcdefghijk")
@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("design", ["eagle3", "dspark"])
-def test_one_that_fails_harms_nobody(
+def test_a_failed_drafter_changes_no_result(
     design: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drafter fails only when it runs: its norms raise an error."""

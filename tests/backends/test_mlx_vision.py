@@ -151,7 +151,7 @@ def masked_as_trained(family: str, is_image: NDArray[np.bool_]) -> Iterator[None
         yield
 
 
-def test_the_logits_are_those_of_mlx_vlm_itself(folder: Path, backend: Any) -> None:
+def test_image_logits_equal_those_of_mlx_vlm(folder: Path, backend: Any) -> None:
     pictures = [pixels(w, h, i) for i, (w, h) in enumerate(SIZES)]
     for picture in pictures:
         sequence = backend.new_sequence()
@@ -165,7 +165,7 @@ def test_the_logits_are_those_of_mlx_vlm_itself(folder: Path, backend: Any) -> N
     assert np.abs(ours - theirs(folder, "a [IMG][IMG] b [IMG] c", pictures)).max() < NEAR
 
 
-def test_another_picture_is_another_answer(backend: Any) -> None:
+def test_a_different_image_changes_the_answer(backend: Any) -> None:
     rows = []
     for seed in (1, 2):
         sequence = backend.new_sequence()
@@ -174,7 +174,7 @@ def test_another_picture_is_another_answer(backend: Any) -> None:
     assert np.abs(rows[0] - rows[1]).max() > 100 * NEAR
 
 
-def test_images_are_read_in_pieces_cut_forked_and_moved(backend: Any) -> None:
+def test_images_can_be_computed_in_pieces_truncated_forked_and_moved(backend: Any) -> None:
     runs = backend.tokenize_media(["a ", pixels(300, 200, 1), " b ", pixels(60, 400, 2), " c"])
     tail = backend.tokenize(" and then")
     whole, first = backend.new_sequence(), backend.new_sequence()
@@ -207,7 +207,7 @@ def test_images_are_read_in_pieces_cut_forked_and_moved(backend: Any) -> None:
     backend.check_integrity()
 
 
-def test_streams_behind_images_of_other_sizes_decode_in_one_batch_as_alone(backend: Any) -> None:
+def test_streams_after_images_of_different_sizes_decode_in_one_batch_as_alone(backend: Any) -> None:
     prompts = ([pixels(300, 200, 1), " so"], ["a ", pixels(60, 400, 2), " b"], ["no picture"])
     sequences = [backend.new_sequence() for _ in range(6)]
     for i, parts in enumerate([*prompts, *prompts]):
@@ -263,7 +263,9 @@ def test_the_same_pixels_have_the_same_key_and_others_another(backend: Any) -> N
 
 
 @pytest.mark.parametrize("family", ["pixtral", "gemma3", "gemma4", "qwen2_5_vl", "qwen3_vl"])
-def test_a_large_picture_is_bounded_and_takes_what_was_planned(family: str, tmp_path: Path) -> None:
+def test_a_large_image_is_scaled_down_and_takes_the_planned_memory(
+    family: str, tmp_path: Path
+) -> None:
     import mlx.core as mx
 
     # No text model here has three heads, so the plan can't confuse them with the tower's. Qwen's
@@ -309,7 +311,9 @@ def test_other_families_and_missing_weights_are_refused_by_name(tmp_path: Path) 
     assert backend_type.image_bytes(str(text)) == 0
 
 
-def test_a_checkpoint_without_its_processor_s_files_says_so(tmp_path: Path) -> None:
+def test_a_checkpoint_without_image_processor_files_is_refused_with_the_reason(
+    tmp_path: Path,
+) -> None:
     folder = tiny_mlx_vision.write(tmp_path / "sees", "mistral3")
     (folder / "preprocessor_config.json").write_text("no JSON")
     with pytest.raises(LoadError, match="image processor") as refused:
@@ -317,7 +321,7 @@ def test_a_checkpoint_without_its_processor_s_files_says_so(tmp_path: Path) -> N
     assert "--images off" in refused.value.hint
 
 
-def test_nothing_of_mlx_vlm_is_imported_where_no_images_are_wanted(tmp_path: Path) -> None:
+def test_mlx_vlm_is_not_imported_without_image_input(tmp_path: Path) -> None:
     folder = tiny_mlx_vision.write(tmp_path / "sees", "mistral3")
     script = (
         "import sys\n"

@@ -130,9 +130,7 @@ def test_control_tokens_written_in_text_are_parsed_only_when_asked(byte_level: P
     assert words.token_bytes(tiny_mlx.TURN, special=True) == b"<|turn|>"
 
 
-def test_a_mark_that_is_read_anyway_is_cut_in_literal_text(
-    byte_level: Path, tmp_path: Path
-) -> None:
+def test_a_control_mark_in_literal_text_is_split(byte_level: Path, tmp_path: Path) -> None:
     for file in byte_level.iterdir():
         said = file.read_text("utf-8") if file.suffix == ".json" else ""
         (tmp_path / file.name).write_text(
@@ -148,7 +146,7 @@ def test_a_mark_that_is_read_anyway_is_cut_in_literal_text(
     assert "<|turn|>" in words.control_texts
 
 
-def test_bos_is_what_the_tokenizer_does(sentencepiece: Path, byte_level: Path) -> None:
+def test_bos_is_added_exactly_as_by_the_tokenizer(sentencepiece: Path, byte_level: Path) -> None:
     words = vocabulary(sentencepiece, {}, 270)
     assert (words.bos_token, words.eos_token, words.adds_bos) == (1, 2, True)
     assert words.tokenize("ab", special=True, add_bos=True) == [
@@ -162,7 +160,7 @@ def test_bos_is_what_the_tokenizer_does(sentencepiece: Path, byte_level: Path) -
     )
 
 
-def test_logits_wider_than_the_vocabulary_stand_for_nothing(byte_level: Path) -> None:
+def test_logits_beyond_the_vocabulary_are_never_chosen(byte_level: Path) -> None:
     assert vocabulary(byte_level, n_vocab=640).token_bytes(600) == b""
 
 
@@ -177,7 +175,7 @@ def test_logits_wider_than_the_vocabulary_stand_for_nothing(byte_level: Path) ->
         ({"eos_token_id": 10**6}, {}, (511,)),
     ],
 )
-def test_every_end_the_checkpoint_names_counts(
+def test_every_end_token_of_the_checkpoint_ends_an_answer(
     tmp_path: Path, config: dict[str, Any], generation: dict[str, Any], ends: tuple[int, ...]
 ) -> None:
     tiny_mlx.write_tokenizer(tmp_path)
@@ -185,7 +183,7 @@ def test_every_end_the_checkpoint_names_counts(
     assert set(vocabulary(tmp_path, config).eog_tokens) == set(ends)
 
 
-def test_the_template_is_found_wherever_it_is_kept(tmp_path: Path) -> None:
+def test_the_chat_template_is_found_in_every_supported_file(tmp_path: Path) -> None:
     tiny_mlx.write_tokenizer(tmp_path)
     assert vocabulary(tmp_path).chat_template == tiny_mlx.TEMPLATE
     said = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -198,7 +196,7 @@ def test_the_template_is_found_wherever_it_is_kept(tmp_path: Path) -> None:
     assert vocabulary(tmp_path).chat_template == "F"
 
 
-def test_a_checkpoint_without_words_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"tokenizer\.json"):
         vocabulary(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')

@@ -64,7 +64,7 @@ def on_metal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Metal]:
 @pytest.mark.parametrize(
     "active", [13 * 10**9, 15 * 10**9, RECOMMENDED, RECOMMENDED + 1, 24 * 10**9]
 )
-def test_a_large_model_is_wired_after_the_reserve_is_given_back(
+def test_a_large_model_is_wired_after_the_cache_is_cleared(
     on_metal: Callable[..., Metal], active: int
 ) -> None:
     from localllm_backends.mlx.memory import wire
@@ -83,7 +83,7 @@ def test_a_large_model_is_wired_after_the_reserve_is_given_back(
         (16 * 10**9, {"device": "cpu"}, True),
     ],
 )
-def test_small_ones_a_processor_and_whoever_wants_it_off_are_left_alone(
+def test_small_models_cpus_and_a_disabled_setting_are_not_wired(
     on_metal: Callable[..., Metal], active: int, how: dict[str, Any], wanted: bool
 ) -> None:
     from localllm_backends.mlx.memory import wire
@@ -129,7 +129,7 @@ def test_without_a_gpu_nothing_is_wired_or_cast(
         ],
     ],
 )
-def test_float16_where_bfloat16_is_emulated_and_the_family_stays_within(
+def test_float16_is_used_if_bfloat16_is_emulated_and_the_family_allows_it(
     chip: str, family: str, half: bool
 ) -> None:
     from localllm_backends.mlx.load import half_precision

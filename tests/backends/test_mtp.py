@@ -155,9 +155,7 @@ def words(rng: random.Random, n: int) -> list[int]:
     return [rng.randrange(3, 500) for _ in range(n)]
 
 
-def test_guesses_are_the_heads_own_whatever_the_chunks_were(
-    path: Path, reference: Reference
-) -> None:
+def test_guesses_of_heads_do_not_depend_on_chunk_sizes(path: Path, reference: Reference) -> None:
     backend, rng = load(path), random.Random(1)
     assert backend.capabilities.drafts == 16
     sequence = backend.new_sequence()
@@ -210,7 +208,9 @@ def test_rejected_drafts_leave_the_state_of_the_tokens_kept(shape: str, tmp_path
     reference.close()
 
 
-def test_forks_and_cuts_behind_what_is_known_cost_one_row(path: Path, reference: Reference) -> None:
+def test_forks_and_cuts_before_unprocessed_tokens_lose_only_one_hidden_row(
+    path: Path, reference: Reference
+) -> None:
     backend, rng = load(path), random.Random(3)
     source, line = backend.new_sequence(), words(rng, 90)
     backend.step([Chunk(source, line[:80])])
@@ -235,7 +235,7 @@ def test_forks_and_cuts_behind_what_is_known_cost_one_row(path: Path, reference:
     backend.close()
 
 
-def test_exported_blocks_carry_what_the_heads_have_read(path: Path, reference: Reference) -> None:
+def test_exported_blocks_contain_the_kv_of_the_heads(path: Path, reference: Reference) -> None:
     backend, rng = load(path), random.Random(4)
     source, line = backend.new_sequence(), words(rng, 80)
     backend.step([Chunk(source, line)])
@@ -264,7 +264,9 @@ def test_exported_blocks_carry_what_the_heads_have_read(path: Path, reference: R
 
 
 @pytest.mark.parametrize("shape", ["sliding", "recurrent"])
-def test_whole_blocks_carry_it_where_memory_cannot_be_cut(shape: str, tmp_path: Path) -> None:
+def test_complete_exports_contain_the_kv_of_heads_if_memory_cannot_be_truncated(
+    shape: str, tmp_path: Path
+) -> None:
     write, n_rewind = SHAPES[shape]
     path = write(tmp_path / "m.gguf")
     backend, reference, rng = load(path, n_rewind=n_rewind), Reference(path), random.Random(8)
@@ -288,7 +290,7 @@ def load_plain(path: Path) -> Backend:
     return backend_type.load(LoadSpec(str(path), n_ctx=512, n_seq_max=4, n_batch=128, n_threads=1))
 
 
-def test_heads_that_lose_their_place_draft_on_and_harm_nobody(
+def test_heads_that_lose_their_place_recover_and_change_no_result(
     path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, plain, rng = load(path), load_plain(path), random.Random(5)

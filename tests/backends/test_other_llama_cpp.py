@@ -130,7 +130,7 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stub(tmp_path_factory.mktemp("1.0"))
 
 
-def test_the_plain_names_of_1_0_are_found_and_nothing_is_off(new: Path) -> None:
+def test_the_function_names_of_1_0_are_found_and_disable_no_capability(new: Path) -> None:
     lacks = answer(
         new,
         "from localllm_backends.llamacpp.native import start_native\n"
@@ -164,7 +164,7 @@ def test_fields_are_set_by_name_wherever_a_release_has_them(new: Path) -> None:
         ("llama_state_seq_get_data_ext", {"states"}),
     ],
 )
-def test_a_function_that_is_gone_turns_its_own_capability_off_and_doctor_names_it(
+def test_a_missing_function_disables_only_its_capability_and_doctor_names_it(
     tmp_path: Path, function: str, off: set[str]
 ) -> None:
     lib = stub(tmp_path, without=[function])
@@ -180,7 +180,7 @@ def test_a_function_that_is_gone_turns_its_own_capability_off_and_doctor_names_i
     assert all(check.status == "warning" and str(lib) in check.message for check in told)
 
 
-def test_without_a_function_of_decoding_one_sentence_names_it(tmp_path: Path) -> None:
+def test_a_missing_decode_function_is_named_in_one_sentence(tmp_path: Path) -> None:
     lib = stub(tmp_path, without=["llama_decode"])
     done = in_process(lib, START)
     assert done.stdout.splitlines() == [
@@ -203,7 +203,9 @@ except UnusableEngineError as e:
     "fields",
     ["size_t first; size_t second;", "int32_t one;", "bool flag; void * data;", "float a, b, c;"],
 )
-def test_another_layout_is_one_sentence_with_file_and_version(tmp_path: Path, fields: str) -> None:
+def test_a_different_struct_layout_is_reported_in_one_sentence_with_file_and_version(
+    tmp_path: Path, fields: str
+) -> None:
     lib = stub(tmp_path, fields_in_library=fields)
     done = in_process(lib, START)
     assert done.returncode == 0, done.stderr

@@ -92,7 +92,7 @@ def test_one_thread_computes_the_slices_and_the_steps_between_them(
     backend.close()
 
 
-def test_a_step_that_fails_beside_a_paused_prompt_fails_for_who_asked_and_the_prompt_goes_on(
+def test_a_step_that_fails_during_a_paused_prompt_does_not_end_the_prompt(
     backend: Backend,
 ) -> None:
     tokens = line(800)
@@ -112,7 +112,9 @@ def test_a_step_that_fails_beside_a_paused_prompt_fails_for_who_asked_and_the_pr
 
 
 @pytest.mark.parametrize("prefix", [0, 70, 600])
-def test_what_was_read_in_slices_goes_on_as_if_read_in_steps(backend: Backend, prefix: int) -> None:
+def test_a_prompt_computed_in_slices_continues_as_if_computed_in_steps(
+    backend: Backend, prefix: int
+) -> None:
     tokens = line(1300)
     stepped, apart = backend.new_sequence(), backend.new_sequence()
     feed(backend, stepped, tokens)
@@ -136,7 +138,7 @@ def test_what_was_read_in_slices_goes_on_as_if_read_in_steps(backend: Backend, p
     backend.close()
 
 
-def test_the_backend_steps_between_two_slices_as_if_nothing_were_read(backend: Backend) -> None:
+def test_steps_between_two_slices_are_not_affected_by_the_prompt(backend: Backend) -> None:
     tokens, story = line(800), line(40, seed=1)
     alone, run_step = backend.new_sequence(), backend.new_sequence()
     expected = [feed(backend, alone, story[: 10 * i + 10][10 * i :]) for i in range(4)]
@@ -155,7 +157,7 @@ def test_the_backend_steps_between_two_slices_as_if_nothing_were_read(backend: B
 
 
 @pytest.mark.parametrize("slices", [0, 1, 5])
-def test_it_can_be_left_at_any_time(backend: Backend, slices: int) -> None:
+def test_a_sliced_prefill_can_be_cancelled_at_any_time(backend: Backend, slices: int) -> None:
     sequence = backend.new_sequence()
     feed(backend, sequence, line(20))
     sliced = begin(backend, sequence, line(700, seed=2))
@@ -170,7 +172,7 @@ def test_it_can_be_left_at_any_time(backend: Backend, slices: int) -> None:
 
 
 @pytest.mark.parametrize("prefix", [0, 70])
-def test_what_came_before_a_micro_batch_that_is_ended_in_its_middle_goes_on_as_if_read_in_steps(
+def test_tokens_before_an_interrupted_micro_batch_continue_as_if_computed_in_steps(
     backend: Backend, prefix: int
 ) -> None:
     tokens = line(1300)
@@ -203,7 +205,7 @@ def test_what_came_before_a_micro_batch_that_is_ended_in_its_middle_goes_on_as_i
     backend.close()
 
 
-def test_without_room_nothing_is_appended(backend: Backend) -> None:
+def test_without_free_cells_a_sliced_prefill_appends_no_tokens(backend: Backend) -> None:
     sequence, other = backend.new_sequence(), backend.new_sequence()
     tokens = line(600)
     sliced = begin(backend, sequence, tokens)
@@ -219,7 +221,7 @@ def test_without_room_nothing_is_appended(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("where", ["new_context", "Batch"])
-def test_whatever_ends_its_thread_reaches_whoever_waits(
+def test_any_error_in_the_prefill_thread_reaches_the_waiting_caller(
     where: str, few_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = llamacpp.load(
@@ -240,7 +242,7 @@ def test_whatever_ends_its_thread_reaches_whoever_waits(
     backend.close()
 
 
-def test_what_it_takes_is_told_before(few_layers: Path) -> None:
+def test_the_memory_of_a_sliced_prefill_is_known_in_advance(few_layers: Path) -> None:
     backend = llamacpp.load(
         LoadSpec(str(few_layers), n_ctx=4096, placement=Placement(gpu_layers=0))
     )
@@ -252,7 +254,7 @@ def test_what_it_takes_is_told_before(few_layers: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [tiny_gguf.write_sliding, tiny_gguf.write_hybrid])
-def test_memory_that_is_stored_whole_has_no_slices(
+def test_a_memory_stored_as_a_unit_does_not_support_slices(
     write: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     backend = llamacpp.load(LoadSpec(str(write(tmp_path / "m.gguf")), n_ctx=512))
@@ -288,7 +290,7 @@ def stretches(
     return pauses
 
 
-def test_a_stretch_that_took_long_last_time_is_not_begun_late() -> None:
+def test_a_stretch_that_took_long_before_is_not_started_late() -> None:
     clock = Clock()
     pace = PauseTimer(clock)
     pace.until = 10.0
@@ -308,7 +310,7 @@ def test_a_larger_micro_batch_is_expected_to_take_longer() -> None:
     assert stretches(pace, clock, [2, 4, 2], n_tokens=100) == [0]
 
 
-def test_a_machine_that_became_slower_is_not_trusted_with_the_old_times() -> None:
+def test_old_times_are_not_used_after_the_machine_became_slower() -> None:
     clock = Clock()
     pace = PauseTimer(clock)
     pace.until = 1e9

@@ -71,7 +71,9 @@ PLACEMENTS = [
 @pytest.mark.parametrize(
     "write", [tiny_gguf.write_moe, tiny_gguf.write_llama, tiny_gguf.write_sliding]
 )
-def test_the_same_tokens_wherever_it_lies(write: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_the_placement_does_not_change_tokens(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
     path = write(tmp_path / "model.gguf")
     with loaded(path, 0) as plain:
         expected = greedy(plain)
@@ -82,7 +84,7 @@ def test_the_same_tokens_wherever_it_lies(write: Callable[[Path], Path], tmp_pat
             assert greedy(backend) == expected, placed
 
 
-def test_a_real_model_says_the_same_half_offloaded_and_with_its_kv_on_the_host(
+def test_a_real_model_answers_the_same_half_offloaded_or_with_kv_on_the_host(
     smollm2: Path,
 ) -> None:
     with loaded(smollm2, 0) as plain:
@@ -142,7 +144,7 @@ def test_cards_are_counted_by_their_addresses(
     assert [found.name for found in devices.accelerators(cards)] == names
 
 
-def test_a_card_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_card_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     _Library(("CUDA0", "0000:41:00.0")).take_place(monkeypatch)
     with pytest.raises(LoadError, match="GPU 1"):
         devices.accelerators((1,))
@@ -166,7 +168,7 @@ def _has_device() -> bool:
     return len(devices.accelerators()) > 0
 
 
-def test_what_was_allocated_is_told_by_where_it_lies(tmp_path: Path) -> None:
+def test_allocated_memory_is_reported_for_each_device(tmp_path: Path) -> None:
     path = tiny_gguf.write_moe(tmp_path / "moe.gguf")
     with loaded(path, 0, weights="read") as backend:
         memory = backend.memory()
@@ -176,7 +178,7 @@ def test_what_was_allocated_is_told_by_where_it_lies(tmp_path: Path) -> None:
     assert sum(memory.places.values()) == pytest.approx(memory.total_bytes, rel=0.05)
 
 
-def test_no_accelerator_is_used_for_no_layers(tmp_path: Path) -> None:
+def test_zero_gpu_layers_use_no_accelerator(tmp_path: Path) -> None:
     path = tiny_gguf.write_llama(tmp_path / "model.gguf")
     spec = LoadSpec(str(path), placement=Placement(gpu_layers=0))
     # The list is empty. A missing list would mean every device.
@@ -205,13 +207,13 @@ def test_a_split_over_more_devices_than_there_can_be_is_refused(tmp_path: Path) 
         pass
 
 
-def test_a_spec_survives_the_way_to_the_worker() -> None:
+def test_a_load_spec_reaches_the_worker_unchanged() -> None:
     spec = LoadSpec("x.gguf", placement=Placement(7, experts_on_host=3, tensor_split=(0.6, 0.4)))
     assert LoadSpec.from_json(json.loads(json.dumps(asdict(spec)))) == spec
     assert LoadSpec.from_json({"path": "x.gguf"}) == LoadSpec("x.gguf")
 
 
-def test_weights_that_were_laid_out_anew_are_not_resident_twice(tmp_path: Path) -> None:
+def test_repacked_weights_are_not_resident_twice(tmp_path: Path) -> None:
     """llama.cpp copies repacked weights out of the mapped file and leaves the file's pages resident
     (8B at Q4_K: 9.2 GB instead of 5.1)."""
     shape = sparse_gguf.Shape("wide", "llama", 2, 1024, 4096, 8, 8, 128, tiny_gguf.VOCAB)
@@ -227,7 +229,7 @@ def test_weights_that_were_laid_out_anew_are_not_resident_twice(tmp_path: Path) 
         assert _resident_of(path) < 0.1 * path.stat().st_size
 
 
-def test_weights_are_multiplied_as_they_lie_in_the_file_where_that_is_wanted(
+def test_weights_are_used_as_stored_in_the_file_if_requested(
     tmp_path: Path,
 ) -> None:
     shape = sparse_gguf.Shape("wide", "llama", 2, 1024, 4096, 8, 8, 128, tiny_gguf.VOCAB)

@@ -35,7 +35,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("piece", PIECES)
-def test_no_more_is_read_than_shows_that_it_is_too_much(backend: Backend, piece: str) -> None:
+def test_tokenising_stops_once_a_text_exceeds_the_limit(backend: Backend, piece: str) -> None:
     reads = []
     for n_chars in (2**17, 2**20):
         counting = Counting(backend)
@@ -47,7 +47,7 @@ def test_no_more_is_read_than_shows_that_it_is_too_much(backend: Backend, piece:
 
 
 @pytest.mark.parametrize("piece", PIECES)
-def test_what_fits_is_read_whole(backend: Backend, piece: str) -> None:
+def test_a_text_within_the_limit_is_not_estimated_as_too_long(backend: Backend, piece: str) -> None:
     for most in (2**8, 2**11, 2**14):
         text = piece * (2**16 // len(piece))
         if len(backend.tokenize(text)) <= most:

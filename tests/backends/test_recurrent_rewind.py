@@ -41,7 +41,7 @@ def test_random_rollbacks_leave_the_state_of_the_tokens_kept(tmp_path: Path) -> 
         line += drafted[:keep]
 
 
-def test_what_is_older_than_the_last_step_is_refused(tmp_path: Path) -> None:
+def test_a_rollback_beyond_the_last_step_is_refused(tmp_path: Path) -> None:
     backend = load(tiny_gguf.write_hybrid(tmp_path / "m.gguf"), REWIND)
     sequence = backend.new_sequence()
     backend.step([Chunk(sequence, list(range(10, 20)))])
@@ -60,7 +60,7 @@ def test_what_is_older_than_the_last_step_is_refused(tmp_path: Path) -> None:
     assert backend.length(backend.fork(sequence, 13)) == 13
 
 
-def test_sequences_of_unequal_lengths_roll_back_beside_each_other(tmp_path: Path) -> None:
+def test_sequences_of_unequal_lengths_roll_back_together(tmp_path: Path) -> None:
     path = tiny_gguf.write_hybrid(tmp_path / "m.gguf")
     backend, fresh = load(path, REWIND), load(path)
     rng = random.Random(3)

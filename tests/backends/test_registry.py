@@ -85,7 +85,7 @@ def test_each_backend_is_declared_under_the_name_of_its_entry_point() -> None:
         backends.named("vllm")
 
 
-def test_reading_what_is_declared_loads_no_engine() -> None:
+def test_reading_declarations_loads_no_engine() -> None:
     code = (
         "from localllm_backends import registry; registry.declarations(); import sys; "
         "print(*sys.modules)"
@@ -97,7 +97,7 @@ def test_reading_what_is_declared_loads_no_engine() -> None:
 
 
 @pytest.mark.usefixtures("third")
-def test_a_backend_of_somebody_elses_needs_nothing_but_its_entry_point() -> None:
+def test_a_third_party_backend_needs_only_its_entry_point() -> None:
     """Settings offer it, its files are planned for the machines that it names, and the worker finds
     it by name."""
     assert settings.setting("backend").allowed == ("auto", "llamacpp", "mlx", "third")

@@ -78,7 +78,7 @@ def found(
 
 
 @pytest.mark.timeout(600)
-def test_a_release_does_what_it_can_and_names_what_it_lacks(
+def test_a_release_works_with_its_capabilities_and_names_missing_ones(
     found: dict[str, Any], installed: dict[str, Any]
 ) -> None:
     lacks = found["lacks"]

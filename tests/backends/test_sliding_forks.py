@@ -43,7 +43,7 @@ def words(seed: int, n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_forks_of_a_long_line_go_on_as_far_as_there_are_cells(
+def test_forks_of_a_long_sequence_continue_as_long_as_there_are_cells(
     backend: Backend, together: bool
 ) -> None:
     base, line = backend.new_sequence(), words(0, 400)
@@ -72,7 +72,7 @@ def test_forks_of_a_long_line_go_on_as_far_as_there_are_cells(
         backend.drop(alone)
 
 
-def test_a_state_is_taken_back_while_forks_hold_old_windows(backend: Backend) -> None:
+def test_a_state_is_restored_although_forks_hold_old_windows(backend: Backend) -> None:
     base, line = backend.new_sequence(), words(1, 300)
     read(backend, base, line)
     state = backend.export_state(base)  # type: ignore[attr-defined]

@@ -76,13 +76,13 @@ def eight(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("quota", "threads"), [("max", 8), ("250000", 3), ("200000", 2), ("20000", 1), ("3200000", 8)]
 )
-def test_no_more_threads_than_the_quota_lets_run(tmp_path: Path, quota: str, threads: int) -> None:
+def test_the_thread_count_is_within_the_cpu_quota(tmp_path: Path, quota: str, threads: int) -> None:
     files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{quota} 100000\n"}
     assert usable_cores(system(tmp_path, files)) == threads
 
 
 @pytest.mark.usefixtures("eight")
-def test_a_hybrids_slow_cores_are_left_out(tmp_path: Path) -> None:
+def test_slow_cores_of_a_hybrid_processor_are_not_used(tmp_path: Path) -> None:
     """Four fast cores of two threads each, eight slow ones."""
     siblings = {
         f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n & ~1}-{n | 1}\n"
@@ -92,7 +92,7 @@ def test_a_hybrids_slow_cores_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("eight")
-def test_pinned_to_slow_cores_it_uses_those(
+def test_a_process_pinned_to_slow_cores_uses_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {8, 9, 10}, raising=False)
@@ -103,7 +103,7 @@ def test_pinned_to_slow_cores_it_uses_those(
 @pytest.mark.parametrize(
     ("load", "policy", "nice"), [(0.0, "SCHED_IDLE", None), (1e3, "SCHED_OTHER", 10)]
 )
-def test_a_thread_gives_way_alone_and_never_so_far_that_it_would_starve(
+def test_lowering_priority_affects_one_thread_and_avoids_starvation(
     load: float, policy: str, nice: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
@@ -126,5 +126,5 @@ def test_a_thread_gives_way_alone_and_never_so_far_that_it_would_starve(
     assert here() == before
 
 
-def test_here_there_is_at_least_one() -> None:
+def test_this_machine_has_at_least_one_usable_core() -> None:
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)

@@ -63,7 +63,7 @@ def may_be(token: int, row: NDArray[np.float32], spec: SampleSpec, moved: float)
 _answers: list[Outcome] = []
 
 
-def test_answers_are_those_from_whole_rows(backend: LlamaCppBackend) -> None:
+def test_answers_from_top_logits_equal_those_from_complete_rows(backend: LlamaCppBackend) -> None:
     """Six streams with different samplings and the same prompt, so that the first tokens depend
     only on where they are selected."""
     engine = Engine(backend, EngineSettings(headroom_bytes=0))
@@ -87,7 +87,9 @@ def test_answers_are_those_from_whole_rows(backend: LlamaCppBackend) -> None:
         assert _answers[0].tokens == _answers[1].tokens
 
 
-def test_a_draw_over_all_tokens_is_decided_by_few_and_their_total(backend: LlamaCppBackend) -> None:
+def test_a_draw_over_all_tokens_needs_only_the_top_tokens_and_the_total(
+    backend: LlamaCppBackend,
+) -> None:
     """This also holds for a single stream. If the draw falls outside of the selected tokens, the
     computed row is read."""
     text = backend.tokenize("The weather in the mountains was")
@@ -106,7 +108,7 @@ def test_a_draw_over_all_tokens_is_decided_by_few_and_their_total(backend: Llama
     assert result.sampled(0) == chosen(result.logits(0)[0], nucleus)
 
 
-def test_a_device_that_sorts_keeps_the_contract(backend: LlamaCppBackend) -> None:
+def test_a_device_that_selects_top_logits_keeps_the_contract(backend: LlamaCppBackend) -> None:
     """`doctor --accelerator` makes this check on a GPU, where rows are complete if there are few
     streams."""
     if not backend.capabilities.samples:
@@ -115,7 +117,7 @@ def test_a_device_that_sorts_keeps_the_contract(backend: LlamaCppBackend) -> Non
     conformance.Subject(backend).examine(check)
 
 
-def test_few_rows_cross_whole_and_every_row_can_be_had(backend: LlamaCppBackend) -> None:
+def test_few_complete_rows_are_copied_and_every_row_is_available(backend: LlamaCppBackend) -> None:
     """If the selected tokens do not decide a draw, the row is read, for any other requests in the
     step. Sequence lengths do not change."""
     if not backend.capabilities.samples:

@@ -164,7 +164,7 @@ def theirs(
     return rows
 
 
-def test_the_logits_are_those_of_llama_cpp_itself(backend: Any, native: tuple[Any, Any]) -> None:
+def test_image_logits_equal_those_of_llama_cpp(backend: Any, native: tuple[Any, Any]) -> None:
     for seed in range(20):
         if backend.capabilities.vision:
             picture: Media = pixels(16 + 37 * seed % 300, 16 + 61 * seed % 400, seed)
@@ -184,7 +184,7 @@ def test_the_logits_are_those_of_llama_cpp_itself(backend: Any, native: tuple[An
     backend.check_integrity()
 
 
-def test_between_images_the_thread_that_encodes_keeps_no_helpers(
+def test_between_images_the_encoding_thread_has_no_helper_threads(
     model: VisionModel, media: list[Media]
 ) -> None:
     # Such helpers would let each barrier of each step sleep after the first image.
@@ -222,7 +222,7 @@ def test_images_may_follow_each_other_and_are_read_in_pieces(
         backend.drop(sequence)
 
 
-def test_a_line_with_images_is_forked_cut_and_moved_at_their_edges(
+def test_a_sequence_with_images_can_be_forked_cut_and_moved_at_image_edges(
     backend: Any, media: list[Media]
 ) -> None:
     runs = backend.tokenize_media(["a ", media[1], " b ", media[2], " c"])
@@ -264,7 +264,7 @@ def test_a_line_with_images_is_forked_cut_and_moved_at_their_edges(
     backend.check_integrity()
 
 
-def test_an_image_is_never_cut_in_two_where_its_tokens_stand_at_one_place(backend: Any) -> None:
+def test_an_image_with_all_tokens_at_one_position_is_never_truncated(backend: Any) -> None:
     if backend.info.architecture != "qwen2vl" or not backend.capabilities.vision:
         pytest.skip("its tokens stand one behind the other")
     sequence = backend.new_sequence()
@@ -282,7 +282,7 @@ def test_the_same_pixels_have_the_same_key_and_others_another(
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_a_sound_is_laid_out_quickly_when_it_comes_back(backend: Any) -> None:
+def test_a_repeated_sound_is_tokenised_quickly(backend: Any) -> None:
     if not backend.capabilities.audio:
         pytest.skip("it hears nothing")
     took_s = []
@@ -297,7 +297,7 @@ def test_a_sound_is_laid_out_quickly_when_it_comes_back(backend: Any) -> None:
     assert max(took_s[1:]) < took_s[0] / 3
 
 
-def test_what_is_no_projector_is_refused_with_the_reason(
+def test_a_file_that_is_no_projector_is_refused_with_the_reason(
     model: VisionModel, tmp_path: Path
 ) -> None:
     broken = tmp_path / "mmproj-broken.gguf"

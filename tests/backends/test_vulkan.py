@@ -158,7 +158,7 @@ def test_forty_prompts_are_answered_as_on_the_cpu(
     [("smollm2", True), ("gemma", True), ("gemma", False)],
     ids=["smollm2", "gemma", "gemma without BOS"],
 )
-def test_a_device_is_as_near_to_exact_arithmetic_as_the_cpu(
+def test_a_device_is_as_close_to_exact_arithmetic_as_the_cpu(
     model: str, bos: bool, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """The exact rows use dequantised weights and no rounding to 8 bits. Without BOS, gemma-3-270m
@@ -226,13 +226,13 @@ def test_a_context_larger_than_the_device_computes_with_is_refused(tiny_model: P
         llamacpp.load(LoadSpec(str(tiny_model), n_ctx=2**26, n_seq_max=1))
 
 
-def test_the_memory_asked_is_the_devices_own() -> None:
+def test_each_accelerator_reports_free_memory() -> None:
     assert devices.has_gpu()
     for device in devices.accelerators():
         assert device.free_bytes > 0
 
 
-def test_a_kv_type_is_tried_at_depth_too(smollm2: Path) -> None:
+def test_a_kv_type_is_also_tested_at_depth(smollm2: Path) -> None:
     spec = LoadSpec(str(smollm2), n_ctx=2048, kv_type_k="q8_0", kv_type_v="q8_0")
     weights, _ = load_model(smollm2, spec, None)
     try:

@@ -66,7 +66,7 @@ def apart(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
     return float(np.sqrt(np.mean((a - b) ** 2)) / a.std())
 
 
-def test_only_what_is_laid_out_anew_is_copied(both: tuple[Backend, Backend]) -> None:
+def test_only_repacked_weights_are_copied(both: tuple[Backend, Backend]) -> None:
     laid_out, stored = (backend.memory() for backend in both)
     if not any(
         "REPACK" in place or "AMX" in place or "KLEIDI" in place for place in laid_out.places
@@ -78,7 +78,9 @@ def test_only_what_is_laid_out_anew_is_copied(both: tuple[Backend, Backend]) -> 
     ), stored.places
 
 
-def test_both_give_the_same_logits_but_for_rounding(both: tuple[Backend, Backend]) -> None:
+def test_both_layouts_give_the_same_logits_except_for_rounding(
+    both: tuple[Backend, Backend],
+) -> None:
     rows = [behind(backend, backend.new_sequence(), PROMPT) for backend in both]
     assert apart(*rows) < NEAR
 
@@ -86,7 +88,7 @@ def test_both_give_the_same_logits_but_for_rounding(both: tuple[Backend, Backend
 @pytest.mark.parametrize(
     "reader", [0, 1], ids=["laid out reads what stored wrote", "stored reads what laid out wrote"]
 )
-def test_kv_computed_under_one_layout_is_taken_over_under_the_other(
+def test_kv_computed_with_one_layout_is_reused_with_the_other(
     both: tuple[Backend, Backend], reader: int
 ) -> None:
     here, there = both[reader], both[1 - reader]
