@@ -44,7 +44,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int]]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_nested_config_is_read_as_what_differs_from_its_family(name: str) -> None:
+def test_a_nested_config_overrides_the_defaults_of_its_family(name: str) -> None:
     config, expected = PUBLISHED[name]
     model = model_from_config(config, FILES)
     assert (len(model.layers), model.n_heads, model.head_dim) == expected[:3]
@@ -79,7 +79,9 @@ def facts(model: Model) -> tuple[object, ...]:
 
 
 @given(st.sampled_from(NESTED), st.data())
-def test_leaving_out_what_the_family_says_changes_nothing(kind: str, data: st.DataObject) -> None:
+def test_leaving_out_defaults_of_the_family_changes_no_shape(
+    kind: str, data: st.DataObject
+) -> None:
     whole = {"model_type": kind, **config_defaults.of_type(kind)}
     kept = data.draw(st.lists(st.sampled_from(sorted(config_defaults.of_type(kind))), unique=True))
     less = {"model_type": kind} | {key: whole[key] for key in kept}
@@ -94,7 +96,7 @@ def test_leaving_out_what_the_family_says_changes_nothing(kind: str, data: st.Da
 @pytest.mark.parametrize(
     "key", ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"]
 )
-def test_what_neither_config_nor_family_says_is_named(key: str) -> None:
+def test_a_value_missing_in_config_and_family_is_named(key: str) -> None:
     config = {
         "model_type": "novel",
         "num_hidden_layers": 2,
@@ -131,7 +133,7 @@ RECURRENT: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_a_model_without_attention_keeps_a_state_and_no_cache(kind: str) -> None:
+def test_a_model_without_attention_has_a_state_and_no_kv_cache(kind: str) -> None:
     config, state = RECURRENT[kind]
     model = model_from_config({"model_type": kind, **config}, FILES)
     assert {layer.kind for layer in model.layers} == {"recurrent"}
@@ -141,7 +143,7 @@ def test_a_model_without_attention_keeps_a_state_and_no_cache(kind: str) -> None
     assert 0.08e9 < model.params_total < 8e9
 
 
-def test_gemma_4s_single_layers_say_what_they_keep() -> None:
+def test_values_of_single_gemma_4_layers_are_read_in_every_form() -> None:
     text: dict[str, Any] = {"model_type": "gemma4_text", "num_hidden_layers": 12,
         "num_attention_heads": 8, "num_key_value_heads": 4,
                             "hidden_size": 2304, "vocab_size": 262144, "head_dim": 256}  # fmt: skip
@@ -184,7 +186,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("place", ["quantization_config", "compression_config", "text_config"])
-def test_weights_of_another_program_are_called_what_they_are(name: str, place: str) -> None:
+def test_weights_in_a_format_of_another_program_are_refused_by_name(name: str, place: str) -> None:
     section = FOREIGN[name]
     plain = {
         "model_type": "qwen3",
@@ -206,7 +208,7 @@ def test_weights_of_another_program_are_called_what_they_are(name: str, place: s
     "section",
     [{"bits": 4, "group_size": 64}, {"quant_method": "mxfp4"}, {"mode": "nvfp4", "bits": 4}, {}],
 )
-def test_mlxs_own_formats_are_no_other_programs(section: dict[str, Any]) -> None:
+def test_formats_of_mlx_are_not_taken_for_another_program(section: dict[str, Any]) -> None:
     assert foreign_format({"quantization_config": section}) == ""
     converted = {
         "quantization": {"bits": 4, **section},

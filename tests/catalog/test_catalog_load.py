@@ -48,7 +48,9 @@ def loaded() -> catalog.Catalog:
     return catalog.load()
 
 
-def test_it_is_as_large_and_as_wide_as_promised(loaded: catalog.Catalog) -> None:
+def test_the_catalog_covers_the_promised_number_and_range_of_models(
+    loaded: catalog.Catalog,
+) -> None:
     assert len(loaded.models) >= 90
     assert len({model.family for model in loaded.models}) >= 25
     assert min(model.params_total for model in loaded.models) < 140e6
@@ -64,7 +66,7 @@ def test_it_is_as_large_and_as_wide_as_promised(loaded: catalog.Catalog) -> None
     smollm2-135m-instruct granite-4.0-h-small nemotron-3-nano-30b-a3b lfm2.5-1.2b-instruct minimax-m2.7
     deepseek-r1-distill-qwen-32b""".split(),  # noqa: SIM905
 )
-def test_the_models_people_ask_for_are_there(loaded: catalog.Catalog, model_id: str) -> None:
+def test_the_catalog_has_the_most_requested_models(loaded: catalog.Catalog, model_id: str) -> None:
     model = loaded.get(model_id)
     assert model is not None
     assert model.variants
@@ -74,19 +76,19 @@ def test_the_models_people_ask_for_are_there(loaded: catalog.Catalog, model_id: 
 @pytest.mark.parametrize(
     "family", sorted(catalog.FAMILIES_DIR.glob("*.toml")), ids=lambda path: path.stem
 )
-def test_every_family_is_written_as_the_schema_says(family: Path) -> None:
+def test_every_family_file_conforms_to_the_schema(family: Path) -> None:
     for table in catalog.read_family(family):
         assert ModelTable.model_validate(
             {key: value for key, value in table.items() if key != "_file"}
         )
 
 
-def test_every_source_is_written_as_the_schema_says() -> None:
+def test_every_source_table_conforms_to_the_schema() -> None:
     for table in catalog.read_sources().values():
         assert SourceTable.model_validate(table)
 
 
-def test_the_check_finds_nothing_to_complain_about(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_catalog_check_reports_no_problem(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main([]) == 0, capsys.readouterr().err
     assert "all consistent" in capsys.readouterr().out
 
@@ -125,7 +127,7 @@ def test_loading_imports_nothing_heavy() -> None:
     }
 
 
-def test_names_forgive_case_and_the_usual_endings(loaded: catalog.Catalog) -> None:
+def test_names_ignore_case_and_common_suffixes(loaded: catalog.Catalog) -> None:
     assert loaded.get("Qwen3-8B") is loaded.get("qwen3-8b")
     assert loaded.get("smollm2-135m") is loaded.get("smollm2-135m-instruct")
     assert loaded.get("gemma-3-4b") is loaded.get("gemma-3-4b-it")
@@ -141,11 +143,13 @@ def test_names_forgive_case_and_the_usual_endings(loaded: catalog.Catalog) -> No
         ("gptoss-20b", "gpt-oss-20b"),
     ],
 )
-def test_suggestions_come_near(loaded: catalog.Catalog, typed: str, meant: str) -> None:
+def test_suggestions_resemble_the_typed_name(
+    loaded: catalog.Catalog, typed: str, meant: str
+) -> None:
     assert meant in loaded.suggest(typed)
 
 
-def test_no_suggestion_is_better_than_a_wild_one(loaded: catalog.Catalog) -> None:
+def test_a_very_different_name_gets_no_suggestion(loaded: catalog.Catalog) -> None:
     assert loaded.suggest("zzzzzzzz") == []
 
 
@@ -208,7 +212,7 @@ def test_a_users_file_changes_only_what_it_names(tmp_path: Path) -> None:
     assert len(catalog.load(tmp_path).models) == len(catalog.load().models)
 
 
-def test_a_folder_that_is_not_there_is_no_overlay(tmp_path: Path) -> None:
+def test_a_missing_folder_adds_no_models(tmp_path: Path) -> None:
     assert catalog.load(tmp_path / "none").models == catalog.load().models
 
 
@@ -264,7 +268,7 @@ def test_every_quality_claim_is_dated_and_sourced(loaded: catalog.Catalog) -> No
         assert claim.kind
 
 
-def test_sizes_are_exact_or_say_they_are_not(loaded: catalog.Catalog) -> None:
+def test_sizes_are_exact_or_marked_as_estimated(loaded: catalog.Catalog) -> None:
     for model in loaded.models:
         for variant in model.variants:
             assert variant.file_bytes > 0
@@ -272,7 +276,7 @@ def test_sizes_are_exact_or_say_they_are_not(loaded: catalog.Catalog) -> None:
             assert variant.exact is False or "estimated" not in variant.source
 
 
-def test_drafts_are_smaller_and_speak_the_same_tokens(loaded: catalog.Catalog) -> None:
+def test_draft_models_are_smaller_and_have_the_same_vocabulary(loaded: catalog.Catalog) -> None:
     pairs = [(model, loaded.get(draft)) for model in loaded.models for draft in model.drafts]
     assert len(pairs) > 30
     for model, draft in pairs:

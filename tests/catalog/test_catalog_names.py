@@ -33,7 +33,7 @@ BAD_REPOS = [
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_file_names_that_travel_are_refused(name: str) -> None:
+def test_file_names_that_leave_their_folder_are_refused(name: str) -> None:
     with pytest.raises(BadCatalogError):
         check_file(name)
 
@@ -42,7 +42,7 @@ def test_file_names_that_travel_are_refused(name: str) -> None:
     "repo",
     ["", "x", "a/b/c", "../b", "a/..", "a/b..c", "/b", "a/", "https://x/y", "a b/c", "pypi:../x"],
 )
-def test_repositories_that_travel_are_refused(repo: str) -> None:
+def test_repository_names_that_leave_their_folder_are_refused(repo: str) -> None:
     with pytest.raises(BadCatalogError):
         check_repo(repo)
 
@@ -55,7 +55,7 @@ def test_all_names_of_the_catalog_pass() -> None:
 
 
 @given(st.text(max_size=30))
-def test_what_passes_stays_inside_its_folder(name: str) -> None:
+def test_accepted_names_stay_inside_their_folder(name: str) -> None:
     try:
         check_file(name)
     except BadCatalogError:
@@ -76,6 +76,8 @@ def test_what_passes_stays_inside_its_folder(name: str) -> None:
         ("{{ message.reasoning_content }} I think", False, "none"),
     ],
 )
-def test_templates_give_themselves_away(template: str, calls: bool, kind: str) -> None:
+def test_tools_and_reasoning_kind_are_detected_from_templates(
+    template: str, calls: bool, kind: str
+) -> None:
     assert stated.calls_tools(template) == calls
     assert stated.reasoning_kind(template) == kind

@@ -23,7 +23,7 @@ def test_the_template_of_each_notation_calls_tools(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", _FILES, ids=lambda path: path.stem)
-def test_published_templates_are_told_apart_as_the_server_does(path: Path) -> None:
+def test_published_templates_are_distinguished_as_in_the_server(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     assert detect_format(source) is None or stated.calls_tools(source)
     common = (reasoning_markers(source) or ("", ""))[0].lower()

@@ -45,7 +45,7 @@ def test_tensor_bytes_refuses_broken_blocks_and_unknown_names() -> None:
     [mixture for mixture in quants.MIXTURES.values() if mixture.reference == "llama-3.1-8b"],
     ids=lambda mixture: mixture.name,
 )
-def test_a_mixtures_body_lies_near_its_base_format(mixture: quants.Mixture) -> None:
+def test_the_bits_of_a_quant_mix_are_near_its_base_format(mixture: quants.Mixture) -> None:
     base = quants.GGUF_TYPES[mixture.base].bits
     assert base - 0.15 <= quants.body_bits(mixture.name) <= base + 1.3
 

@@ -46,7 +46,7 @@ def test_a_deepseek_v3_shaped_mla_model_caches_one_latent_row_per_layer() -> Non
     assert shapes.kv_bytes_per_token(shaped(*[layer] * 61)) == 70_272
 
 
-def test_a_hybrids_fixed_state_is_apart_from_its_growing_cache() -> None:
+def test_the_fixed_state_of_a_hybrid_is_separate_from_its_growing_cache() -> None:
     model = known("qwen3.6-27b")
     # from llama.cpp's log
     assert shapes.recurrent_state_bytes(model) / MIB == pytest.approx(149.62, abs=0.01)
@@ -61,7 +61,7 @@ def test_layers_that_share_kv_add_none() -> None:
 
 
 @pytest.mark.parametrize("model", CATALOG.models, ids=lambda model: model.id)
-def test_parameters_counted_from_shapes_agree_with_the_stated(model: Model) -> None:
+def test_parameters_counted_from_shapes_match_the_stated_counts(model: Model) -> None:
     total, active = shapes.count_params(model)
     assert total == pytest.approx(model.params_total, rel=0.006)
     if model.params_active != model.params_total:
@@ -95,7 +95,7 @@ def published() -> list[tuple[Model, str, int]]:
     ]
 
 
-def test_estimates_land_on_published_file_sizes() -> None:
+def test_estimated_file_sizes_match_published_ones() -> None:
     errors = [
         abs(shapes.estimate_gguf_bytes(model, quant) / size - 1)
         for model, quant, size in published()

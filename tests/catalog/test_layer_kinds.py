@@ -96,7 +96,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def test_it_is_read_from_a_gguf_header(write_gguf: Write) -> None:
+def test_a_layer_kind_is_read_from_a_gguf_header(write_gguf: Write) -> None:
     said = {
         "general.architecture": "madeup", "madeup.block_count": 4, "madeup.embedding_length": 256,
         "madeup.feed_forward_length": 1024, "madeup.attention.head_count": 4,
@@ -107,7 +107,7 @@ def test_it_is_read_from_a_gguf_header(write_gguf: Write) -> None:
     assert model.shape_warning == ""
 
 
-def test_it_is_read_from_a_config_and_planned() -> None:
+def test_a_layer_kind_is_read_from_a_config_and_planned() -> None:
     model = model_from_config(CONFIG, {"model.safetensors": 1 << 20})
     assert [layer.kind for layer in model.layers] == ["pooled", "full"] * 2
     assert model.layers[0].mixer == Pooled(64, 8)
@@ -123,7 +123,7 @@ def test_it_is_read_from_a_config_and_planned() -> None:
     assert any("pooled by 8, 1,024 cells" in line for line in explain(plan, device))
 
 
-def test_it_is_written_in_family_files() -> None:
+def test_a_layer_kind_is_read_from_a_family_file() -> None:
     sizes = {"kv_heads": 4, "head_dim": 64, "hidden": 256, "pooled": {"width": 64, "ratio": 8}}
     layers = build_layers({"layers": 3, "pattern": ["pooled*2", "full"], **sizes})
     assert [layer.kind for layer in layers] == ["pooled", "pooled", "full"]
@@ -132,7 +132,7 @@ def test_it_is_written_in_family_files() -> None:
     assert layer_of(row) == layers[0]
 
 
-def test_every_layer_of_the_catalog_is_what_its_row_states() -> None:
+def test_every_layer_of_the_catalog_matches_its_row() -> None:
     layers = {layer for model in catalog.load().models for layer in model.layers}
     assert len({type(layer.mixer) for layer in layers}) >= 6
     for layer in layers:
