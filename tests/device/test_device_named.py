@@ -70,8 +70,6 @@ def test_every_row_answers_to_its_own_name() -> None:
     ("typed", "match"),
     [
         ("RTX 4090 Laptop", "GeForce RTX 4090 Laptop"),
-        ("RTX 4050 6GB", "GeForce RTX 4050 Laptop"),
-        ("RTX 3050 Ti", "GeForce RTX 3050 Ti Laptop"),
         ("RTX 5090 D V2", "GeForce RTX 5090 D V2"),
         ("RTX 3080", "GeForce RTX 3080"),
         ("RTX 3080 12GB", "GeForce RTX 3080 12 GB"),
