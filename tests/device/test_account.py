@@ -87,7 +87,7 @@ def _verdict(device: Device, n_bytes: int) -> str:
 
 
 @pytest.mark.parametrize("name", recordings.names(FOLDER))
-def test_a_recorded_machine_says_what_is_free_and_what_may_be_loaded(name: str) -> None:
+def test_a_recorded_machine_has_the_expected_free_and_loadable_memory(name: str) -> None:
     row, device = TABLE[name], machine(name)
     memory = device.memory
     assert memory.available_bytes / GB == pytest.approx(row.free, rel=5e-3)
@@ -99,11 +99,11 @@ def test_a_recorded_machine_says_what_is_free_and_what_may_be_loaded(name: str) 
     assert _verdict(device, int(0.9 * min(memory.available_bytes, memory.loadable_bytes))) == "yes"
 
 
-def test_no_recording_is_left_out() -> None:
+def test_the_table_covers_every_recording() -> None:
     assert set(recordings.names(FOLDER)) == set(TABLE)
 
 
-def test_the_rules_that_were_fail_the_table() -> None:
+def test_the_earlier_rules_fail_the_table() -> None:
     """The earlier rules: for Macs free and inactive memory less the headroom, for cards their
     total, and a carve-out counted as system memory."""
     wrong = []
@@ -152,7 +152,7 @@ def a_mac(
     st.integers(0, 100),
     st.booleans(),
 )
-def test_a_mac_may_load_what_macos_says_can_be_had_less_the_headroom(
+def test_a_mac_may_load_the_memory_available_by_macos_less_the_headroom(
     gib: int, parts: tuple[int, ...], level: int, asked: bool
 ) -> None:
     total = gib * GIB
@@ -172,7 +172,7 @@ def test_a_mac_may_load_what_macos_says_can_be_had_less_the_headroom(
 
 
 @pytest.mark.parametrize(("level", "loadable"), [(88, 28.5), (50, 15.46), (5, 0.0)])
-def test_a_macs_guard_asks_the_same_account(level: int, loadable: float) -> None:
+def test_the_memory_guard_of_a_mac_uses_the_same_account(level: int, loadable: float) -> None:
     said = {"hw.memsize": 32 * GIB, "kern.memorystatus_level": level}
     system = SystemMemory(read=lambda _: "", sysctl=said.get)
     account = identify(a_mac(32 * GIB, {"free": 1}, level, 31 * GIB)).memory
@@ -185,7 +185,9 @@ def test_a_macs_guard_asks_the_same_account(level: int, loadable: float) -> None
 
 
 @given(st.integers(4, 96), st.floats(0, 0.9), st.floats(0, 0.9))
-def test_of_a_card_more_in_use_is_never_more_to_load(gib: int, used: float, more: float) -> None:
+def test_more_memory_in_use_on_a_card_never_increases_its_loadable_memory(
+    gib: int, used: float, more: float
+) -> None:
     total = gib * GIB
     one, other = (
         usable.vram(total, int(share * total), 300 * MIB, "t")
@@ -197,7 +199,7 @@ def test_of_a_card_more_in_use_is_never_more_to_load(gib: int, used: float, more
     assert back.loadable_bytes == usable.vram(total, 0, 300 * MIB, "t").loadable_bytes
 
 
-def test_each_card_has_its_own_account_and_gives_back_its_own_part() -> None:
+def test_each_card_has_its_own_memory_account() -> None:
     device = machine("card_5090_two_busy")
     free = [(32607 - used) * MIB - int(0.02 * 32607 * MIB) for used in (29324, 30357)]
     assert [card.usable_bytes for card in device.cards] == pytest.approx(free, abs=2)
@@ -241,7 +243,7 @@ def _build(text: str, name: str, kind: str) -> ggml.GgmlBuild:
         ("Vulkan0: AMD Radeon(TM) 8060S Graphics (32768 MiB, 31129 MiB free)", "igpu", 31129),
     ],
 )
-def test_a_gpu_that_only_a_build_knows_has_what_the_build_says_is_free(
+def test_a_gpu_known_only_to_a_build_has_the_free_memory_that_the_build_reports(
     log: str, kind: str, most_mib: float
 ) -> None:
     files = {"/proc/meminfo": "MemTotal: 65536000 kB\nMemAvailable: 60000000 kB\n"}
@@ -253,7 +255,7 @@ def test_a_gpu_that_only_a_build_knows_has_what_the_build_says_is_free(
 @pytest.mark.parametrize(
     ("backend", "seen_gib", "gib"), [("ROCm", 96.0, 95.66), ("Vulkan", 111.5, 109.7)]
 )
-def test_a_carve_out_is_what_each_build_sees_of_it(
+def test_the_usable_part_of_a_carve_out_depends_on_the_build(
     backend: str, seen_gib: float, gib: float
 ) -> None:
     """The limit is the build's own total, less the memory in use and the system's reserve."""
@@ -269,7 +271,7 @@ def test_a_carve_out_is_what_each_build_sees_of_it(
     assert used.memory.carve_out_bytes == pytest.approx(103079215104 - 368111616)
 
 
-def test_the_account_says_its_lines() -> None:
+def test_the_account_lists_loadable_total_reserved_and_used_memory() -> None:
     said = machine("card_4090_desktop").memory.account()
     assert (
         said
@@ -289,7 +291,7 @@ MACHINES = [
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_what_others_are_to_have_of_the_system_is_said_and_never_more_to_load(name: str) -> None:
+def test_system_headroom_is_listed_and_never_increases_loadable_memory(name: str) -> None:
     device, before = resolve(name), None
     for keep in (0.0, 1.0, 6.0, 20.0, 40.0):
         left = with_memory(device, headroom_gb=keep)
@@ -308,7 +310,7 @@ def test_what_others_are_to_have_of_the_system_is_said_and_never_more_to_load(na
 
 
 @pytest.mark.parametrize("name", MACHINES[:2])
-def test_what_others_are_to_have_of_cards_is_shared_out_and_said(name: str) -> None:
+def test_card_headroom_is_divided_among_cards_and_listed(name: str) -> None:
     device = resolve(name)
     left = with_memory(device, vram_headroom_gb=6)
     assert device.memory.limit_bytes - left.memory.limit_bytes == 6 * GB

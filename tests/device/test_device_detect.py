@@ -62,7 +62,7 @@ def test_detecting_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_this_machine_has_memory_and_says_how_it_knows() -> None:
+def test_this_machine_has_memory_with_a_stated_basis() -> None:
     device = detect()
     assert (
         0 < device.memory.available_bytes <= device.memory.limit_bytes <= device.memory.total_bytes
@@ -71,20 +71,20 @@ def test_this_machine_has_memory_and_says_how_it_knows() -> None:
     assert not device.simulated
 
 
-def test_measuring_is_sane_and_its_figure_carries_basis_and_date() -> None:
+def test_a_measured_bandwidth_is_plausible_and_has_basis_and_date() -> None:
     measured = bandwidth.rates(available_bytes=1 << 30, seconds=0.1)
     assert 0.5 < measured.value < 4000
     assert measured.figure.basis == "measured"
     assert re.search(r"\d{4}-\d{2}-\d{2}", measured.figure.source)
 
 
-def test_arrays_outgrow_the_cache_but_not_a_twentieth_of_memory() -> None:
+def test_measuring_arrays_exceed_the_cache_but_not_a_twentieth_of_memory() -> None:
     assert bandwidth.array_bytes(0, 32 * MIB) >= 2 * 256 * MIB
     assert bandwidth.array_bytes(0, 1024 * MIB) >= 4 * 1024 * MIB
     assert bandwidth.array_bytes(2048 * MIB, 1024 * MIB) <= 2048 * MIB // 20 + 1
 
 
-def test_a_measurement_is_kept_and_used_until_the_machine_changes(
+def test_a_measurement_is_stored_and_used_until_the_machine_changes(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measurement_store, "BUSY_SHARE", math.inf)
@@ -103,7 +103,7 @@ def test_a_measurement_is_kept_and_used_until_the_machine_changes(
     assert (own_cache / "bandwidth.json").exists()
 
 
-def test_what_the_builds_kernels_make_of_a_processor_is_measured_once_for_each_build(
+def test_kernel_speeds_of_a_processor_are_measured_once_per_build(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if detect().accelerator != "cpu":
@@ -134,7 +134,7 @@ def test_what_the_builds_kernels_make_of_a_processor_is_measured_once_for_each_b
     assert detect().matrix_rates == ()
 
 
-def test_only_types_that_nobody_has_timed_are_timed(
+def test_only_types_without_a_timing_are_timed(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if detect().accelerator != "cpu":
@@ -163,7 +163,7 @@ def test_only_types_that_nobody_has_timed_are_timed(
     assert asked[2:] == [["Q5_K"]] * 5
 
 
-def test_a_build_that_can_not_be_timed_is_no_error(
+def test_a_build_that_crashes_in_a_timing_causes_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A build for another processor ends with an illegal instruction as soon as it is used."""
@@ -183,7 +183,7 @@ def test_a_build_that_can_not_be_timed_is_no_error(
     assert matrix_rate.measure(["Q4_K"]) is None
 
 
-def test_without_measuring_nothing_is_written(own_cache: Path) -> None:
+def test_without_measuring_no_file_is_written(own_cache: Path) -> None:
     detect()
     assert not own_cache.exists()
 
@@ -191,7 +191,7 @@ def test_without_measuring_nothing_is_written(own_cache: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "[]", "not json", '{"m": {"value": "x"}}', '{"m": {"value": -1, "source": ""}}']
 )
-def test_a_damaged_cache_is_no_measurement_and_is_replaced(own_cache: Path, content: str) -> None:
+def test_a_damaged_measurement_file_is_ignored_and_replaced(own_cache: Path, content: str) -> None:
     own_cache.mkdir()
     (own_cache / "bandwidth.json").write_text(content, encoding="utf-8")
     assert bandwidth.SHELF.cached(own_cache, "m") is None
@@ -203,7 +203,7 @@ def _taken(gbps: float, others: float = 0.0) -> Measurement:
     return Measurement(gbps, "arrays of 512 MiB", "2026-11-23", others)
 
 
-def test_a_measurement_says_how_busy_the_machine_was_with_other_things() -> None:
+def test_a_measurement_records_how_busy_the_machine_was() -> None:
     spin = "print('on', flush=True)\nwhile True: pass"
     with ExitStack() as stack:
         for _ in range(2 * (os.cpu_count() or 1)):
@@ -218,7 +218,7 @@ def test_a_measurement_says_how_busy_the_machine_was_with_other_things() -> None
     assert "while other programs used" in measured.figure.source
 
 
-def test_what_was_measured_on_a_busy_machine_gives_way_to_what_is_measured_later(
+def test_a_measurement_on_a_busy_machine_is_replaced_by_a_later_one(
     own_cache: Path,
 ) -> None:
     assert bandwidth.SHELF.due(own_cache, "m")
@@ -231,7 +231,7 @@ def test_what_was_measured_on_a_busy_machine_gives_way_to_what_is_measured_later
     assert bandwidth.SHELF.cached(own_cache, "m") == _taken(20.0).figure
 
 
-def test_a_machine_that_is_never_quiet_is_not_measured_for_ever(own_cache: Path) -> None:
+def test_a_machine_that_is_always_busy_is_not_measured_forever(own_cache: Path) -> None:
     tried = 0
     while bandwidth.SHELF.due(own_cache, "m"):
         bandwidth.SHELF.keep(own_cache, "m", _taken(7.0 + tried, others=0.6))
@@ -244,7 +244,7 @@ def test_a_machine_that_is_never_quiet_is_not_measured_for_ever(own_cache: Path)
 
 
 @given(st.lists(st.floats(1.0, 200.0), max_size=4), st.floats(1.0, 200.0))
-def test_plans_count_on_no_figure_of_a_busy_moment(
+def test_plans_do_not_rely_on_a_measurement_from_a_busy_machine(
     tmp_path_factory: pytest.TempPathFactory, busy: list[float], quiet: float
 ) -> None:
     """No figure counts as reliable until it was measured on a quiet machine, or on a busy one so
@@ -257,7 +257,9 @@ def test_plans_count_on_no_figure_of_a_busy_moment(
     assert bandwidth.SHELF.reliable(folder, "m") is not None
 
 
-def test_asked_to_measure_anew_a_quiet_figure_replaces_a_quiet_one(own_cache: Path) -> None:
+def test_a_requested_measurement_replaces_an_earlier_one_from_an_idle_machine(
+    own_cache: Path,
+) -> None:
     bandwidth.SHELF.keep(own_cache, "m", _taken(20.0))
     assert bandwidth.SHELF.keep(own_cache, "m", _taken(18.0)).value == 18.0
     # A measurement on a busy machine does not replace one that was made on a quiet machine.
@@ -289,7 +291,7 @@ class FakeNvml:
         return call
 
 
-def test_the_nvml_probe_survives_every_call_that_gb10_refuses(
+def test_the_nvml_probe_handles_every_call_that_gb10_refuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake = FakeNvml(
@@ -300,7 +302,7 @@ def test_the_nvml_probe_survives_every_call_that_gb10_refuses(
     assert (gpu.name, gpu.compute_capability, gpu.total_bytes) == ("NVIDIA GB10", "12.1", None)
 
 
-def test_the_nvml_probe_hands_on_what_a_card_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nvml_probe_returns_the_values_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SimpleNamespace(
         total=25757220864, used=531628032, free=25225592832, reserved=400000000
     )
@@ -331,7 +333,7 @@ def test_a_lost_gpu_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) ->
     assert [gpu.name for gpu in parsers.nvml(probes.nvml())] == ["NVIDIA L4"]
 
 
-def test_a_cpu_measurement_never_stands_for_a_gpu_that_outruns_it() -> None:
+def test_a_cpu_measurement_is_never_used_for_a_faster_gpu() -> None:
     for name in ("M4 Max", "dgx spark", "strix halo"):
         assert not measures_ram(resolve(name))
     assert measures_ram(resolve("rtx 4090"))

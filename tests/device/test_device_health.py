@@ -28,7 +28,7 @@ def named(checks: list[HealthCheck], name: str) -> list[HealthCheck]:
     return [check for check in checks if check.name == name]
 
 
-def test_nothing_read_means_nothing_is_called_ok_but_the_device_and_its_memory() -> None:
+def test_without_readings_only_device_and_memory_can_be_ok() -> None:
     checks = judge(identify(recordings.load("cpu_only_ddr4_one_stick")), HealthFacts())
     assert {check.name for check in checks if check.status == "ok"} <= {"device", "memory"}
     assert {"swap", "memory pressure", "power", "disk", "file limit"} <= {
@@ -93,7 +93,7 @@ def test_no_llama_cpp_at_all_is_an_error() -> None:
     assert (check.status, check.fix) == ("error", "pip install llama-cpp-python")
 
 
-def test_vulkan_serves_an_amd_gpu_and_is_no_finding() -> None:
+def test_a_vulkan_build_for_an_amd_gpu_causes_no_finding() -> None:
     device = identify(recordings.load("rx_7900_xtx"))
     build = BuildFacts("0.3.36", (*CPU_BUILD.libraries, "libggml-vulkan.so"))
     (check,) = named(judge(device, HealthFacts(build=build)), "llama.cpp build")
@@ -130,7 +130,7 @@ def test_the_devices_own_warnings_appear_with_their_fix() -> None:
         (HealthFacts(open_files=-1), "file limit", "ok"),
     ],
 )
-def test_each_check_warns_when_it_should_and_only_then(
+def test_each_check_warns_exactly_under_its_condition(
     facts: HealthFacts, name: str, status: str
 ) -> None:
     (check,) = named(judge(identify(recordings.load("cpu_only_vm")), facts), name)
@@ -149,7 +149,7 @@ def test_macos_low_power_mode_and_wired_limit_are_judged() -> None:
     assert [check.status for check in named(blind, "wired limit")] == ["not checked"]
 
 
-def test_this_installation_is_read_without_loading_the_engine(tmp_path: object) -> None:
+def test_this_installation_is_checked_without_loading_the_engine(tmp_path: object) -> None:
     program = (
         "import sys; from pathlib import Path; from localllm.device.probes import health; "
         "facts = health.read(Path('.'), Path('.')); "
@@ -237,7 +237,7 @@ def test_an_assumed_bandwidth_is_a_finding_of_doctor() -> None:
 @pytest.mark.parametrize(
     "name", ["RTX 4090 + 64GB RAM", "2x RTX 3090 + 64GB RAM", "M4 Max 128GB", "DGX Spark"]
 )
-def test_doctor_and_device_say_the_account_of_each_place(name: str) -> None:
+def test_doctor_and_device_print_the_account_of_each_memory(name: str) -> None:
     device = resolve(name)
     memories = [card.memory for card in device.cards] or [device.memory]
     memories += [device.host] if device.host is not None and device.kind == "discrete" else []

@@ -54,7 +54,7 @@ REFERENCE = {
 @pytest.mark.parametrize(
     ("row", "typed"), [(row, typed) for row, spellings in REFERENCE.items() for typed in spellings]
 )
-def test_the_reference_machines_resolve_however_they_are_typed(row: str, typed: str) -> None:
+def test_the_reference_machines_are_found_in_every_spelling(row: str, typed: str) -> None:
     device = resolve(typed)
     assert device.match == row
     assert device.simulated
@@ -90,11 +90,11 @@ def test_every_row_answers_to_its_own_name() -> None:
         ("framework desktop", "Ryzen AI Max+ 395 (Strix Halo)"),
     ],
 )
-def test_names_inside_longer_names_are_told_apart(typed: str, match: str) -> None:
+def test_names_contained_in_longer_names_are_distinguished(typed: str, match: str) -> None:
     assert resolve(typed).match == match
 
 
-def test_what_was_not_said_is_chosen_and_stated() -> None:
+def test_unspecified_variants_are_chosen_and_reported() -> None:
     device = resolve("M4 Max")
     assert any("32-core" in finding.message for finding in device.findings)
     assert any("48, 64, 128" in finding.message for finding in device.findings)
@@ -114,7 +114,7 @@ def test_an_unknown_name_suggests_the_nearest(typed: str, near: str) -> None:
 
 
 @pytest.mark.parametrize("typed", ["", "   ", "rtx", "ryzen", "radeon", "M4 Ultra", "banana"])
-def test_a_shelf_or_nothing_is_not_a_machine(typed: str) -> None:
+def test_a_product_line_or_an_empty_name_is_not_a_machine(typed: str) -> None:
     with pytest.raises(DeviceNotFoundError):
         resolve(typed)
 
@@ -154,7 +154,7 @@ def test_several_cards_add_memory_and_keep_one_cards_bandwidth() -> None:
 @pytest.mark.parametrize(
     "typed", ["dual RTX 3090", "RTX 3090 x2", "RTX 3090 ×2", "2 x rtx3090", "rtx 3090 + rtx 3090"]
 )
-def test_two_cards_can_be_said_in_many_ways(typed: str) -> None:
+def test_two_cards_can_be_named_in_many_ways(typed: str) -> None:
     device, one = resolve(typed), resolve("rtx 3090")
     assert device.n_gpus == 2
     assert device.memory.total_bytes == 2 * one.memory.total_bytes
@@ -171,7 +171,7 @@ def test_two_cards_can_be_said_in_many_ways(typed: str) -> None:
         ("RTX 3060 12GB and 64GB DDR5-6000", 96.0, "given"),
     ],
 )
-def test_a_card_can_be_named_with_the_memory_beside_it(typed: str, gbps: float, basis: str) -> None:
+def test_a_card_can_be_named_with_the_system_memory(typed: str, gbps: float, basis: str) -> None:
     device = resolve(typed)
     assert device.memory == resolve("rtx 3060 12GB").memory
     assert device.host is not None
@@ -180,7 +180,7 @@ def test_a_card_can_be_named_with_the_memory_beside_it(typed: str, gbps: float, 
     assert (device.host_bandwidth_gbps.value, device.host_bandwidth_gbps.basis) == (gbps, basis)
 
 
-def test_mixed_cards_keep_what_each_of_them_holds() -> None:
+def test_mixed_cards_keep_the_memory_size_of_each() -> None:
     device = resolve("RTX 5090 + RTX 3090 + 96GB DDR5")
     large, small = (resolve(name).memory.limit_bytes for name in ("RTX 5090", "RTX 3090"))
     assert [card.memory.limit_bytes for card in device.cards] == [large, small]
@@ -192,17 +192,17 @@ def test_mixed_cards_keep_what_each_of_them_holds() -> None:
 @pytest.mark.parametrize(
     "typed", ["RTX 4090 + M4 Max", "RTX 4090 + RX 7900 XTX", "RTX 4090 + banana"]
 )
-def test_what_can_not_share_a_model_is_refused(typed: str) -> None:
+def test_devices_that_cannot_share_a_model_are_refused(typed: str) -> None:
     with pytest.raises((UsageError, DeviceNotFoundError)):
         resolve(typed)
 
 
-def test_a_machine_with_one_memory_takes_what_is_said_as_its_size() -> None:
+def test_a_typed_memory_size_sets_the_size_of_a_unified_memory() -> None:
     assert resolve("Ryzen AI Max+ 395 + 64GB RAM").memory.total_bytes == 64 * GIB
     assert resolve("Ryzen AI Max+ 395").memory.total_bytes == 128 * GIB
 
 
-def test_a_simulated_gb10_shows_what_its_system_shows_less_five_per_cent() -> None:
+def test_a_simulated_gb10_has_its_visible_memory_less_five_per_cent() -> None:
     memory = resolve("dgx spark").memory
     assert memory.total_bytes == pytest.approx(127600748 * 1024, rel=1e-6)
     assert memory.limit_bytes == pytest.approx(0.95 * memory.total_bytes, rel=1e-6)
@@ -212,7 +212,7 @@ def test_a_phone_is_for_planning_only() -> None:
     assert any("planning only" in finding.message for finding in resolve("iPhone 17 Pro").findings)
 
 
-def test_an_unpublished_bandwidth_is_that_of_the_memory_that_goes_there() -> None:
+def test_an_unpublished_bandwidth_is_that_of_the_usual_memory_type() -> None:
     figure = resolve("780m").bandwidth_gbps
     assert (figure.value, figure.basis) == (89.6, "assumed")
     assert "two channels of DDR5-5600" in figure.source
@@ -235,7 +235,7 @@ def test_the_two_sizes_of_an_a770_have_different_memory() -> None:
     "typed",
     ["2x 3090", "2×3090", "dual 3090", "two RTX 3090", "3090x2", "RTX 3090 x2", "rtx 3090 24GB x2"],
 )
-def test_two_cards_however_they_are_counted(typed: str) -> None:
+def test_a_count_of_two_cards_is_understood_in_every_form(typed: str) -> None:
     assert resolve(typed).name == "2 × GeForce RTX 3090 24 GB"
 
 
@@ -247,7 +247,7 @@ def test_two_cards_however_they_are_counted(typed: str) -> None:
         ("RTX 3090 + RTX 3060 12GB + 32GB", 32),
     ],
 )
-def test_a_size_behind_a_card_is_the_computers_memory(typed: str, gb: int) -> None:
+def test_a_size_after_a_card_is_the_system_memory(typed: str, gb: int) -> None:
     host = resolve(typed).host
     assert host is not None
     assert host.total_bytes == gb << 30
@@ -266,7 +266,9 @@ def _typed_names() -> list[list[str]]:
     _typed_names(),
     ids=[row[0] for row in _typed_names()],
 )
-def test_names_people_typed(typed: str, named: str, gbps: str, gib: str, accelerator: str) -> None:
+def test_names_from_user_reports_are_resolved(
+    typed: str, named: str, gbps: str, gib: str, accelerator: str
+) -> None:
     if named.startswith(("ERR", "ask")):
         with pytest.raises((DeviceNotFoundError, UsageError)):
             resolve(typed)
@@ -289,7 +291,7 @@ def _bare_name(row: parts_table.DeviceRow) -> str:
 
 
 @pytest.mark.parametrize("row", DISCRETE, ids=lambda row: row.name)
-def test_a_card_answers_to_its_name_however_it_is_decorated(row: parts_table.DeviceRow) -> None:
+def test_a_card_is_found_by_its_name_with_any_decoration(row: parts_table.DeviceRow) -> None:
     name, size = _bare_name(row), row.memory_gb[0]
     plain = re.sub(r"^(GeForce|Radeon|Tesla|Instinct) ", "", name)
     spellings = [
@@ -378,7 +380,7 @@ def test_a_processor_has_cores_vectors_and_channels(
     assert device.bandwidth_gbps.value == pytest.approx(gbps, rel=0.01)
 
 
-def test_the_processor_beside_cards_computes_what_they_do_not_hold() -> None:
+def test_a_processor_named_with_cards_provides_the_host_cores_and_memory() -> None:
     device = resolve("i9-13900k + rtx 4090 + 64gb ddr5")
     assert (device.n_cpu_cores, device.n_gpus, device.match) == (24, 1, "GeForce RTX 4090")
     assert device.host is not None
@@ -408,5 +410,5 @@ def test_a_processor_is_known_by_the_name_its_system_prints(
     "name",
     ["AMD Radeon RX 7900 XTX", "NVIDIA GeForce RTX 4090", "QEMU Virtual CPU version 2.5+", ""],
 )
-def test_a_number_of_a_card_is_no_processor(name: str) -> None:
+def test_a_card_number_is_not_resolved_as_a_processor(name: str) -> None:
     assert cpus.of_name(name) is None

@@ -27,7 +27,7 @@ def test_every_row_has_a_source_and_sane_figures() -> None:
         assert precisions == sorted(precisions), row.name
 
 
-def test_names_are_unique_and_the_table_reaches_where_it_should() -> None:
+def test_names_are_unique_and_the_table_covers_the_required_parts() -> None:
     names = [row.name for row in parts_table.rows()]
     assert len(set(names)) == len(names)
     chips = {row.chip for row in parts_table.rows()}
@@ -149,7 +149,7 @@ def test_a_processor_with_shared_memory_is_known_by_name_in_any_case(
     assert (found.name if found else None) == row
 
 
-def test_missing_compute_is_derived_within_a_family_and_says_so() -> None:
+def test_missing_compute_is_derived_within_a_family_and_marked_as_derived() -> None:
     row = next(row for row in parts_table.rows() if row.name == "M4 Max (32-core GPU)")
     fp16 = parts_table.facts(row)["fp16_tflops"]
     assert (fp16.value, fp16.basis) == (pytest.approx(18.4 * 32 / 40, abs=0.05), "derived")
@@ -179,7 +179,7 @@ COMMUNITY_KNOWN = {
 }  # fmt: skip
 
 
-def test_strings_real_machines_reported_find_a_row_of_that_part_or_none() -> None:
+def test_reported_device_strings_find_the_right_row_or_none() -> None:
     machines = json.loads(
         (recordings.FOLDER / "community_hardware.json").read_text(encoding="utf-8")
     )["machines"]

@@ -91,7 +91,9 @@ def test_the_bus_is_as_wide_as_its_channels(what: str, fitted: Sequence[Stick], 
 
 
 @pytest.mark.parametrize(("what", "fitted", "bits"), TABLE, ids=[what for what, _, _ in TABLE])
-def test_both_systems_read_modules_alike(what: str, fitted: Sequence[Stick], bits: int) -> None:
+def test_linux_and_windows_memory_modules_give_the_same_result(
+    what: str, fitted: Sequence[Stick], bits: int
+) -> None:
     udev = "".join(
         f"E:MEMORY_DEVICE_{i}_{key}={value}\n"
         for i, one in enumerate(fitted)
@@ -109,7 +111,7 @@ def test_both_systems_read_modules_alike(what: str, fitted: Sequence[Stick], bit
 
 
 @given(st.integers(1, 24), st.sampled_from([0, 2, 4, 6, 8, 12]))
-def test_sticks_that_name_no_channel_are_no_more_channels_than_the_processor_has(
+def test_modules_without_a_channel_count_as_at_most_the_processors_channels(
     n: int, channels: int
 ) -> None:
     ram = ram_of(sticks(*(f"slot {i}" for i in range(n))), channels)
@@ -118,7 +120,7 @@ def test_sticks_that_name_no_channel_are_no_more_channels_than_the_processor_has
     assert n < 3 or channels or ram.bus_bits < 64 * n
 
 
-def test_a_known_processor_says_how_many_channels_there_are() -> None:
+def test_a_known_processor_determines_the_number_of_channels() -> None:
     udev = "".join(
         f"E:MEMORY_DEVICE_{i}_{k}={v}\n"
         for i in range(8)
@@ -135,7 +137,7 @@ def test_a_known_processor_says_how_many_channels_there_are() -> None:
 
 
 @pytest.mark.parametrize(("measured", "said"), [(22.0, True), (45.0, False), (140.0, True)])
-def test_a_measurement_counts_and_is_compared_with_what_modules_should_give(
+def test_a_measured_bandwidth_is_used_and_compared_with_that_of_the_modules(
     measured: float, said: bool
 ) -> None:
     udev = "".join(
@@ -160,5 +162,5 @@ def test_a_measurement_counts_and_is_compared_with_what_modules_should_give(
 @pytest.mark.parametrize(
     "odd", [{"Speed": 0}, {"Speed": 10**9}, {"Speed": "fast"}, {"Speed": 3200, "DataWidth": 4096}]
 )
-def test_modules_that_no_memory_is_are_not_believed(odd: dict[str, object]) -> None:
+def test_impossible_memory_modules_are_ignored(odd: dict[str, object]) -> None:
     assert windows.physical_memory(json.dumps([odd])) is None

@@ -82,7 +82,7 @@ def test_the_installed_build_names_its_processor() -> None:
         ('write(1, "not JSON", 8); _exit(0);', "can't be read"),
     ],
 )
-def test_a_build_that_breaks_its_process_costs_a_sentence(
+def test_a_build_that_crashes_its_process_causes_one_message(
     tmp_path: Path, program: str, told: str
 ) -> None:
     package = tmp_path / "llama_cpp"
@@ -108,7 +108,7 @@ def test_a_build_that_breaks_its_process_costs_a_sentence(
     assert told in found.message
 
 
-def test_what_a_backend_says_on_standard_error_is_read_too(tmp_path: Path) -> None:
+def test_messages_of_a_backend_on_standard_error_are_parsed_too(tmp_path: Path) -> None:
     """Backends that load with the bindings print before a log callback can be set."""
     (tmp_path / "localllm_backends" / "llamacpp").mkdir(parents=True)
     answered = ggml.to_json(answer("Vulkan0", "Vulkan", 1 << 30)) | {"said": []}
@@ -138,14 +138,14 @@ def test_what_a_backend_says_on_standard_error_is_read_too(tmp_path: Path) -> No
         ("Vulkan1", "Vulkan", (VULKAN_LINE,), None),
     ],
 )
-def test_capabilities_that_stand_in_the_log_are_read(
+def test_capabilities_are_parsed_from_the_log(
     name: str, backend: str, said: tuple[str, ...], told: str | None
 ) -> None:
     (device,) = answer(name, backend, 1 << 30, said=said).devices
     assert (told in device.details) if told else device.details == ()
 
 
-def test_a_gpu_that_the_build_does_not_know_is_an_error_with_the_way_out() -> None:
+def test_a_gpu_that_the_build_does_not_support_is_an_error_with_a_fix() -> None:
     (found,) = ggml.differences(identify(recordings.load("rtx_4070_desktop")), cpu_build())
     assert (found.level, found.fix) == ("error", "localllm setup")
 
@@ -156,7 +156,7 @@ def test_a_build_that_was_compiled_for_the_gpu_and_finds_none_points_at_the_driv
     assert "driver" in found.message
 
 
-def test_agreement_is_silent_and_less_memory_is_a_warning() -> None:
+def test_equal_memory_is_no_finding_and_less_memory_is_a_warning() -> None:
     machine = identify(recordings.load("rtx_4070_desktop"))
     assert ggml.differences(machine, answer("CUDA0", "CUDA", machine.memory.total_bytes)) == []
     (found,) = ggml.differences(machine, answer("CUDA0", "CUDA", machine.memory.total_bytes // 2))
@@ -164,7 +164,7 @@ def test_agreement_is_silent_and_less_memory_is_a_warning() -> None:
     assert "usable" in found.message
 
 
-def test_two_cards_of_which_the_build_sees_one_is_a_warning() -> None:
+def test_a_build_that_sees_one_of_two_cards_causes_a_warning() -> None:
     machine = identify(recordings.load("rtx_4090_two"))
     levels = {
         f.level
@@ -173,14 +173,14 @@ def test_two_cards_of_which_the_build_sees_one_is_a_warning() -> None:
     assert levels == {"warning"}
 
 
-def test_one_allocation_that_must_be_smaller_than_the_memory_is_told() -> None:
+def test_a_limit_on_single_allocations_is_reported() -> None:
     machine = identify(recordings.load("strix_halo_raised"))
     build = answer("Vulkan0", "Vulkan", machine.memory.limit_bytes, kind="igpu")
     small = replace(build, devices=(replace(build.devices[0], largest_buffer_bytes=4 << 30),))
     assert any("one allocation" in f.message for f in ggml.differences(machine, small))
 
 
-def test_doctor_lists_the_devices_and_says_when_nobody_was_asked() -> None:
+def test_doctor_lists_the_devices_or_reports_that_no_build_was_queried() -> None:
     machine = identify(recordings.load("rtx_4070_desktop"))
     asked = judge(
         machine, HealthFacts(llama_cpp=answer("CUDA0", "CUDA", machine.memory.total_bytes))
@@ -192,7 +192,7 @@ def test_doctor_lists_the_devices_and_says_when_nobody_was_asked() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in recordings.names() if not n.startswith("mac")])
-def test_plans_with_a_build_for_the_processor_are_made_for_the_processor(name: str) -> None:
+def test_plans_with_a_cpu_only_build_are_for_the_cpu(name: str) -> None:
     readings = recordings.load(name)
     machine, processor = identify(readings), identify(backend_view.without_gpus(readings))
     used = backend_view.as_used(machine, processor, cpu_build())
@@ -203,7 +203,7 @@ def test_plans_with_a_build_for_the_processor_are_made_for_the_processor(name: s
         assert any(f.fix == "localllm setup" for f in used.findings)
 
 
-def test_plans_go_with_the_backend_that_drives_the_gpu() -> None:
+def test_plans_use_the_backend_that_supports_the_gpu() -> None:
     machine = identify(recordings.load("strix_halo_raised"))
     vulkan = answer("Vulkan0", "Vulkan", machine.memory.limit_bytes, kind="igpu")
     used = backend_view.as_used(machine, machine, vulkan)
@@ -212,7 +212,7 @@ def test_plans_go_with_the_backend_that_drives_the_gpu() -> None:
     assert backend_view.as_used(machine, machine, rocm) == machine
 
 
-def test_no_engine_and_one_that_does_not_answer_change_no_plan() -> None:
+def test_a_missing_or_silent_engine_does_not_change_plans() -> None:
     machine = identify(recordings.load("rtx_4070_desktop"))
     assert backend_view.as_used(machine, machine, None) == machine
     assert (
@@ -222,9 +222,7 @@ def test_no_engine_and_one_that_does_not_answer_change_no_plan() -> None:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("gpu", "discrete"), ("igpu", "unified")])
-def test_a_gpu_that_only_the_build_knows_is_what_plans_are_made_for(
-    kind: str, expected: str
-) -> None:
+def test_plans_are_for_a_gpu_that_only_the_build_knows(kind: str, expected: str) -> None:
     machine = identify(recordings.load("cpu_only_ddr4_one_stick"))
     used = backend_view.as_used(machine, machine, answer("Vulkan0", "Vulkan", 2 << 30, kind=kind))
     assert (used.kind, used.accelerator, used.memory.limit_bytes) == (expected, "vulkan", 2 << 30)

@@ -30,7 +30,7 @@ def resolved(cache: Path) -> str:
     return ran.stdout.strip()
 
 
-def test_machines_are_the_same_from_the_kept_tables(tmp_path: Path) -> None:
+def test_cached_tables_give_the_same_machines(tmp_path: Path) -> None:
     expected = str([name_lookup.resolve(name) for name in NAMES])
     assert resolved(tmp_path) == expected
     kept = {path.name for path in tmp_path.iterdir()}
@@ -38,7 +38,7 @@ def test_machines_are_the_same_from_the_kept_tables(tmp_path: Path) -> None:
     assert resolved(tmp_path) == expected
 
 
-def test_machines_are_found_without_a_place_to_keep_anything(tmp_path: Path) -> None:
+def test_machines_are_found_without_a_writable_cache_folder(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     expected = str([name_lookup.resolve(name) for name in NAMES])
     assert resolved(tmp_path / "cache") == expected

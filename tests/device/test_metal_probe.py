@@ -74,14 +74,14 @@ class Mac:
         return library
 
 
-def test_core_graphics_is_loaded_before_metal_is_asked_for_its_default() -> None:
+def test_core_graphics_is_loaded_before_the_default_metal_device_is_queried() -> None:
     mac = Mac()
     assert metal(mac.load) == f"recommendedMaxWorkingSetSize = {17 * GIB} bytes"
     assert mac.calls.index("CoreGraphics") < mac.calls.index("default")
     assert "all" not in mac.calls
 
 
-def test_without_a_default_the_first_of_all_devices_is_asked() -> None:
+def test_without_a_default_device_the_first_metal_device_is_used() -> None:
     mac = Mac(default=False)
     assert metal(mac.load) == f"recommendedMaxWorkingSetSize = {17 * GIB} bytes"
     assert mac.calls.index("default") < mac.calls.index("all")
@@ -89,7 +89,7 @@ def test_without_a_default_the_first_of_all_devices_is_asked() -> None:
 
 
 @pytest.mark.parametrize("mac", [Mac(False, 0), Mac(False, -1), Mac(size=0), Mac(False, size=0)])
-def test_where_metal_names_none_the_limit_is_the_fraction_by_size(mac: Mac) -> None:
+def test_without_a_metal_device_the_working_set_limit_depends_on_memory_size(mac: Mac) -> None:
     assert metal(mac.load) == ""
     sysctl = f"machdep.cpu.brand_string: Apple M4\nhw.memsize: {32 * GIB}\n"
     ioreg = '"gpu-core-count" = 10'
@@ -102,7 +102,7 @@ def test_where_metal_names_none_the_limit_is_the_fraction_by_size(mac: Mac) -> N
 
 
 @pytest.mark.parametrize("missing", ["CoreGraphics", "libobjc.A.dylib", "Metal"])
-def test_a_library_that_is_not_there_is_no_answer(missing: str) -> None:
+def test_a_missing_library_gives_no_metal_readings(missing: str) -> None:
     def load(path: str) -> Any:
         if path.endswith(missing):
             raise OSError(missing)

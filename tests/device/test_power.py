@@ -19,7 +19,7 @@ CORE = ("core\n", "4000000\n", "262143328850\n")
 PSYS = ("psys\n", "90000000\n", "262143328850\n")
 
 
-def test_rapl_counts_what_is_beside_each_other_once() -> None:
+def test_nested_rapl_domains_count_once() -> None:
     zones = {"intel-rapl:0": PACKAGE, "intel-rapl:0:0": CORE, "intel-rapl:0:1": DRAM}
     assert [zone.name for zone in rapl(zones)] == ["package-0", "dram"]
     assert rapl(zones)[0].joules == pytest.approx(53012.345678)
@@ -28,7 +28,7 @@ def test_rapl_counts_what_is_beside_each_other_once() -> None:
     assert rapl({}) == []
 
 
-def test_a_counter_that_began_anew_is_understood() -> None:
+def test_a_power_counter_that_wrapped_around_is_handled() -> None:
     before, after = (
         [EnergyCounter("package-0", 262_000.0, 262_143.3)],
         [EnergyCounter("package-0", 10.0, 262_143.3)],
@@ -39,7 +39,7 @@ def test_a_counter_that_began_anew_is_understood() -> None:
     assert used_j([], []) is None
 
 
-def test_where_nothing_says_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_power_counters_no_power_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from localllm.device.probes import power
 
     monkeypatch.setattr(power, "counters", list)
@@ -70,7 +70,7 @@ def test_a_gpus_own_counter_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvidia.energy() == [("nvidia-0", 1.5), ("nvidia-1", 3.0)]
 
 
-def test_metrics_have_what_the_machine_says_and_nothing_else(
+def test_metrics_contain_only_counters_that_the_machine_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from starlette.testclient import TestClient
@@ -94,7 +94,7 @@ def test_metrics_have_what_the_machine_says_and_nothing_else(
     assert "joules" not in page_of()
 
 
-def test_bench_prints_power_where_it_is_known() -> None:
+def test_bench_prints_power_if_it_is_known() -> None:
     figures = {
         "decode_tok_s": 20.0,
         "short_tok_s": 21.0,

@@ -63,7 +63,7 @@ def same_name(row: parts_table.DeviceRow, name: str) -> list[parts_table.DeviceR
 
 
 @pytest.mark.parametrize("vendor", sorted({row.vendor for row in ROWS}))
-def test_a_printed_name_names_its_device(vendor: str) -> None:
+def test_a_printed_name_resolves_to_its_device(vendor: str) -> None:
     for row in (row for row in ROWS if row.vendor == vendor):
         for name in driver_names(row):
             match = resolve(name).match
@@ -100,7 +100,7 @@ def test_a_printed_processor_is_the_detected_one(printed: str, name: str, cores:
     assert typed.n_cpu_cores == cores, name
 
 
-def test_a_drivers_name_of_several_machines_asks_which() -> None:
+def test_a_driver_name_shared_by_several_machines_asks_for_a_choice() -> None:
     with pytest.raises(DeviceNotFoundError) as caught:
         resolve("Orin (nvgpu)")
     assert "Jetson Orin NX 16GB" in caught.value.hint
@@ -118,7 +118,7 @@ def test_an_error_quotes_the_name_as_it_was_typed() -> None:
         assert repr(name) in str(caught.value)
 
 
-def test_a_machine_beside_a_card_is_named_and_keeps_its_memory() -> None:
+def test_a_machine_with_a_card_is_named_with_its_memory() -> None:
     device = resolve("strix halo 128gb + rtx 3090")
     assert device.match == "GeForce RTX 3090"
     assert device.host is not None

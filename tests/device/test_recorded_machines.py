@@ -93,7 +93,7 @@ def test_a_recorded_machine_is_recognised(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", recordings.names())
-def test_memory_is_ordered_and_every_recording_says_where_it_is_from(name: str) -> None:
+def test_memory_values_are_ordered_and_every_recording_states_its_origin(name: str) -> None:
     device = identify(recordings.load(name))
     for memory in (device.memory, device.host):
         if memory is not None:
@@ -102,7 +102,7 @@ def test_memory_is_ordered_and_every_recording_says_where_it_is_from(name: str) 
     assert recordings.header(name)["machine"]
 
 
-def test_no_recording_is_left_unexpected() -> None:
+def test_every_recording_has_expected_values() -> None:
     assert set(recordings.names()) == set(EXPECTED)
 
 
@@ -114,7 +114,7 @@ def test_gb10_counts_reclaimable_page_cache_and_keeps_five_per_cent_free() -> No
     assert memory.available_bytes == pytest.approx(available - 0.05 * total, rel=1e-6)
 
 
-def test_gb10_that_reports_success_is_not_counted_twice_nor_by_its_free_figure() -> None:
+def test_gb10_memory_is_not_counted_twice_if_nvml_reports_it() -> None:
     device = identify(recordings.load("gb10_nvml_success"))
     assert device.host is None
     assert device.memory.total_bytes < 128 * GIB
@@ -129,14 +129,14 @@ def test_a_32_gb_card_beside_32_gb_of_ram_is_not_unified_memory() -> None:
     assert device.compute_capability == "12.0"
 
 
-def test_vram_in_use_by_others_is_not_offered() -> None:
+def test_vram_used_by_other_programs_is_not_available() -> None:
     device = identify(recordings.load("rtx_5090_two"))
     free_mib = 2 * 32607 - 29324 - 30357
     assert device.memory.available_bytes == free_mib << 20
     assert device.n_gpus == 2
 
 
-def test_small_gtt_gets_the_kernel_setting_that_raises_it_and_a_raised_one_gets_none() -> None:
+def test_a_small_gtt_limit_is_reported_with_the_kernel_setting_and_a_raised_one_is_not() -> None:
     advice = [
         f.fix
         for f in identify(recordings.load("strix_halo_default")).findings
@@ -150,18 +150,18 @@ def test_small_gtt_gets_the_kernel_setting_that_raises_it_and_a_raised_one_gets_
     ]
 
 
-def test_a_carve_out_is_memory_the_gpu_has_not_the_whole_of_it() -> None:
+def test_a_carve_out_is_only_a_part_of_the_gpus_memory() -> None:
     memory = identify(recordings.load("strix_halo_default")).memory
     assert memory.limit_bytes > 60 * GIB  # not the 512 MB that rocm-smi shows
 
 
-def test_wsl_says_how_much_of_the_pc_it_sees_and_how_to_change_it() -> None:
+def test_on_wsl_the_visible_memory_and_the_setting_for_it_are_reported() -> None:
     device = identify(recordings.load("wsl2_gtx1650_laptop"))
     assert device.os == "Linux (WSL2)"
     assert any(".wslconfig" in finding.fix for finding in device.findings)
 
 
-def test_a_container_says_it_is_limited() -> None:
+def test_a_containers_memory_limit_is_reported() -> None:
     device = identify(recordings.load("container_v1_nested"))
     assert any("container" in finding.message for finding in device.findings)
     assert device.memory.total_bytes == 4294967296
@@ -191,7 +191,7 @@ def test_a_parent_groups_tighter_limit_binds() -> None:
     assert identify(Readings("linux", "x86_64", files)).memory.total_bytes == 2 * GIB
 
 
-def test_a_parent_group_that_others_have_filled_leaves_only_its_rest() -> None:
+def test_a_parent_cgroup_used_by_others_leaves_only_its_free_part() -> None:
     files = {
         "/proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable: 30000000 kB\n",
         "/proc/self/cgroup": "0::/pod/container",
@@ -237,7 +237,7 @@ def test_a_mac_in_a_virtual_machine_runs_on_the_cpu_with_its_measured_bandwidth(
     assert device.bandwidth_gbps == Figure(40.0, "measured", "test")
 
 
-def test_an_nvidia_gpu_whose_driver_is_silent_is_an_error_with_a_fix() -> None:
+def test_an_nvidia_gpu_without_a_responding_driver_is_an_error_with_a_fix() -> None:
     files = {
         "/proc/meminfo": "MemTotal: 16384000 kB\nMemAvailable: 12000000 kB\n",
         "/sys/class/drm/card0/device/vendor": "0x10de",
@@ -247,7 +247,7 @@ def test_an_nvidia_gpu_whose_driver_is_silent_is_an_error_with_a_fix() -> None:
     assert [f.level for f in device.findings if f.fix and "NVIDIA" in f.message] == ["error"]
 
 
-def test_huge_pages_that_somebody_reserved_leave_a_processor_what_is_available() -> None:
+def test_reserved_huge_pages_do_not_reduce_a_cpus_available_memory() -> None:
     files = {
         "/proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable: 20000000 kB\n"
         "HugePages_Total: 1024\nHugePages_Free: 0\nHugepagesize: 2048 kB\n"
@@ -256,7 +256,7 @@ def test_huge_pages_that_somebody_reserved_leave_a_processor_what_is_available()
     assert memory.available_bytes == pytest.approx(20000000 * KIB - 0.05 * 32 * GIB, rel=1e-6)
 
 
-def test_huge_pages_are_what_an_integrated_cuda_gpu_can_use_where_they_are_reserved() -> None:
+def test_an_integrated_cuda_gpu_can_use_only_huge_pages_if_they_are_reserved() -> None:
     meminfo = (
         "MemTotal: 127600748 kB\nMemAvailable: 20000000 kB\n"
         "HugePages_Total: 50000\nHugePages_Free: 40000\nHugepagesize: 2048 kB\n"
@@ -268,7 +268,7 @@ def test_huge_pages_are_what_an_integrated_cuda_gpu_can_use_where_they_are_reser
     )
 
 
-def test_unlike_cards_read_their_shares_in_turn() -> None:
+def test_different_cards_read_their_shares_of_weights_in_turn() -> None:
     nvml = (
         '[{"name": "NVIDIA GeForce RTX 4090", "total": 25757220864, "used": 0},'
         ' {"name": "NVIDIA GeForce RTX 3090", "total": 25769803776, "used": 0}]'
@@ -303,7 +303,7 @@ def test_clocks_that_contradict_the_table_win_and_are_reported() -> None:
     assert any("clocks" in finding.message for finding in device.findings)
 
 
-def test_windows_reads_the_registry_not_adapter_ram() -> None:
+def test_on_windows_vram_is_from_the_registry_and_not_from_adapter_ram() -> None:
     display = (
         "\nHKEY_LOCAL_MACHINE\\SYSTEM\\CurrentControlSet\\Control\\Class\\{4d36e968-e325-11ce-bfc1-08002be10318}\\0000\n"
         "    DriverDesc    REG_SZ    AMD Radeon RX 9070 XT\n"
@@ -338,7 +338,7 @@ def test_windows_apu_adds_carve_out_and_half_of_the_rest() -> None:
 
 
 @pytest.mark.parametrize("system", ["linux", "macos", "windows"])
-def test_a_system_that_says_nothing_is_a_typed_error(system: str) -> None:
+def test_a_system_without_any_readings_is_a_typed_error(system: str) -> None:
     assert system in ("linux", "macos", "windows")
     with pytest.raises(DeviceUnreadableError) as caught:
         identify(Readings(system))  # type: ignore[arg-type]

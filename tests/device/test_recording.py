@@ -17,7 +17,7 @@ from localllm.device.types import Readings
 @pytest.mark.parametrize(
     "name", ["cpu_only_ddr4_one_stick", "mac_m3_16gb", "rtx_4090_two", "strix_halo_default"]
 )
-def test_a_recording_is_the_machine_it_was_made_on(name: str, tmp_path: Path) -> None:
+def test_a_recording_is_detected_as_the_recorded_machine(name: str, tmp_path: Path) -> None:
     readings = recordings.load(name)
     (tmp_path / "again.txt").write_text(
         recorded(readings, "a machine", "a test", ["OK  memory  fine"]), encoding="utf-8"
@@ -27,7 +27,7 @@ def test_a_recording_is_the_machine_it_was_made_on(name: str, tmp_path: Path) ->
     assert recordings.header("again", tmp_path)["machine"] == "a machine"
 
 
-def test_numbers_of_one_copy_stay_with_their_owner() -> None:
+def test_serial_numbers_and_uuids_are_not_recorded() -> None:
     said = {"+dmi": "E:MEMORY_DEVICE_0_SERIAL_NUMBER=123ABC\nE:MEMORY_DEVICE_0_TYPE=DDR5"}
     asked = {
         "displays": '{"_spdisplays_display-serial-number" : "7c1", "sppci_model": "M3"}',
@@ -39,7 +39,7 @@ def test_numbers_of_one_copy_stay_with_their_owner() -> None:
     assert '"sppci_model": "M3"' in text
 
 
-def test_doctor_writes_it_for_an_issue(tmp_path: Path) -> None:
+def test_doctor_writes_a_recording_for_an_issue(tmp_path: Path) -> None:
     file = tmp_path / "machine.txt"
     done = CliRunner().invoke(all_commands.app, ["doctor", "--report", str(file)])
     assert done.exit_code == 0, done.output

@@ -99,7 +99,7 @@ def test_a_plan_is_for_the_cards_that_are_not_hidden(variable: str, matches: lis
     assert "does not answer" not in said(device)
 
 
-def test_what_hides_nothing_is_not_mentioned() -> None:
+def test_a_visibility_variable_that_hides_no_card_is_not_mentioned() -> None:
     assert "VISIBLE" not in said(
         linux(nvml=nvidia(*MIXED), environment="CUDA_VISIBLE_DEVICES=0,1,2")
     )
@@ -113,7 +113,7 @@ def test_cards_of_amd_are_hidden_by_its_own_variables() -> None:
     assert (device.n_gpus, device.match) == (1, "Radeon RX 7900 XT")
 
 
-def test_the_probe_notes_what_chooses_gpus() -> None:
+def test_the_probe_records_environment_variables_that_select_gpus() -> None:
     code = "from localllm.device.probes.systems import environment; print(environment())"
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "1"}
     done = subprocess.run(
@@ -159,7 +159,7 @@ def test_a_slice_of_unknown_size_is_never_the_whole_card(outputs: dict[str, str]
         (card("NVIDIA A40-12Q", 12), 12, 174.0),
     ],
 )
-def test_a_slice_of_known_size_has_that_and_its_share_of_bandwidth(
+def test_a_slice_of_known_size_has_that_memory_and_its_share_of_bandwidth(
     gpu: dict[str, object], gib: float, gbps: float
 ) -> None:
     device = linux(nvml=nvidia(gpu))
@@ -168,7 +168,7 @@ def test_a_slice_of_known_size_has_that_and_its_share_of_bandwidth(
     assert device.bandwidth_gbps.value == gbps
 
 
-def test_a_desktop_card_that_tells_no_memory_is_still_known() -> None:
+def test_a_desktop_card_without_reported_memory_is_still_recognised() -> None:
     device = linux(nvml=nvidia({"name": "NVIDIA GeForce RTX 4090"}))
     assert (device.match, device.memory.total_bytes) == ("GeForce RTX 4090", 24 * GIB)
 
@@ -186,7 +186,7 @@ def test_a_desktop_card_that_tells_no_memory_is_still_known() -> None:
         (drm(1, "0x8086", "0xe211"), "Arc Pro B60"),  # lmstudio#1216: an A2000 beside a B60
     ],
 )
-def test_a_card_of_another_maker_beside_an_nvidia_one_is_named(
+def test_a_card_of_another_vendor_next_to_an_nvidia_card_is_named(
     files: dict[str, str], name: str
 ) -> None:
     device = linux(files, nvml=nvidia(card("NVIDIA GeForce RTX 5060 Ti", 15.93)))
@@ -195,7 +195,7 @@ def test_a_card_of_another_maker_beside_an_nvidia_one_is_named(
     assert "setup --backend vulkan" in said(device)
 
 
-def test_graphics_of_the_processor_are_no_second_card() -> None:
+def test_integrated_graphics_do_not_count_as_a_second_card() -> None:
     """A 9800X3D with a 7900 XTX, with and without the maker name "unknown" of memory chips."""
     for more in (
         {},
@@ -255,7 +255,7 @@ VULKAN = """GPU0:
 """
 
 
-def test_an_arc_that_no_id_names_is_asked_of_vulkan() -> None:
+def test_an_arc_with_an_unknown_id_is_identified_by_vulkan() -> None:
     slot = "DRIVER=xe\nPCI_SLOT_NAME=0000:03:00.0\n"
     vulkan = VULKAN.format(id="e2ff", name="Intel(R) Arc(tm) B580 Graphics (BMG G21)")
     assert linux(drm(0, "0x8086", "0xe2ff", uevent=slot), vulkaninfo=vulkan).match == "Arc B580"
@@ -264,7 +264,7 @@ def test_an_arc_that_no_id_names_is_asked_of_vulkan() -> None:
     assert (own.bandwidth_gbps.value, own.bandwidth_gbps.basis) == (186, "assumed")
 
 
-def test_intel_graphics_of_a_processor_are_no_card() -> None:
+def test_integrated_intel_graphics_do_not_count_as_a_card() -> None:
     slot = "DRIVER=i915\nPCI_SLOT_NAME=0000:00:02.0\n"
     assert linux(drm(0, "0x8086", "0x7d45", uevent=slot)).kind == "system"
 
@@ -307,7 +307,7 @@ def test_an_unknown_card_has_its_clocks_bandwidth_else_that_of_cards_like_it() -
     assert both.bandwidth_gbps.basis == "assumed"
 
 
-def test_what_drives_a_card_is_what_builds_have_code_for() -> None:
+def test_the_driver_stack_of_a_card_is_one_that_builds_support() -> None:
     polaris = linux(amd(0, "0x67df", 8, 31, revision="0xe7"))
     assert polaris.accelerator == "vulkan"
     old = linux(nvml=nvidia(card("Tesla K99", 11, cc_major=3, cc_minor=7)))
@@ -336,7 +336,7 @@ def test_boards_and_apples_computers_are_called_by_their_names() -> None:
     assert linux({"/proc/cpuinfo": s390x}).n_cpu_cores == 4
 
 
-def test_memory_high_holds_a_group_up_before_memory_max_ends_it() -> None:
+def test_memory_high_limits_a_cgroup_before_memory_max() -> None:
     root = "/sys/fs/cgroup"
     limits = {f"{root}/memory.max": str(32 * GIB), f"{root}/memory.high": str(8 * GIB)}
     device = linux(limits | {f"{root}/memory.current": str(GIB)})
@@ -393,7 +393,9 @@ def windows(processor: str, *adapters: str) -> Device:
                                                                          "GPU", "X1E-80/78", 135.168),
     ],
 )  # fmt: skip
-def test_what_windows_prints_is_known(processor: str, adapter: str, row: str, gbps: float) -> None:
+def test_names_printed_by_windows_are_recognised(
+    processor: str, adapter: str, row: str, gbps: float
+) -> None:
     device = windows(processor, adapter)
     assert row in device.match
     assert device.bandwidth_gbps.value == gbps
@@ -412,7 +414,7 @@ def vulkan_build(*gpus: tuple[str, float, str]) -> ggml.GgmlBuild:
     return ggml.GgmlBuild("0.3.36", "/somewhere", tuple(found))
 
 
-def test_a_second_card_of_a_kind_that_the_registry_shows_once_is_counted() -> None:
+def test_a_second_equal_card_listed_once_in_the_registry_is_counted() -> None:
     one = linux(amd(0, "0x744c", 24, 31, revision="0xc8", board_info="type : cem\n"))
     navi = "AMD Radeon RX 7900 XTX (RADV NAVI31)"
     used = backend_view.as_used(
@@ -436,7 +438,7 @@ def test_under_vulkan_cards_of_two_makers_share_a_model_in_the_order_of_their_ad
     assert "1 more card" in said(used)
 
 
-def test_a_build_that_does_not_see_one_of_the_cards_changes_nothing() -> None:
+def test_a_build_that_misses_one_card_does_not_change_the_device() -> None:
     two = linux(
         nvml=nvidia(card("NVIDIA GeForce RTX 5090", 32), card("NVIDIA GeForce RTX 3090", 24))
     )

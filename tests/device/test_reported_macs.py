@@ -42,7 +42,7 @@ NO_CORES = '{"SPDisplaysDataType": [{"_name": "Display", "sppci_model": "Apple s
                                                                                                "Mac"),
     ],
 )  # fmt: skip
-def test_a_mac_without_its_gpu_says_why(
+def test_a_mac_without_a_gpu_reports_the_reason(
     sysctl: str, architecture: str, outputs: dict[str, str], why: str
 ) -> None:
     device = mac(
@@ -74,7 +74,7 @@ def test_the_smaller_m5_pro_has_a_row() -> None:
         (" lowpowermode 0\n", "ok"),
     ],
 )
-def test_low_power_mode_by_either_name(pmset: str, status: str) -> None:
+def test_low_power_mode_is_detected_under_both_names(pmset: str, status: str) -> None:
     facts = replace(health.HealthFacts(), pmset=pmset)
     device = mac("machdep.cpu.brand_string: Apple M2\n" + SIZE, ioreg='"gpu-core-count" = 10')
     found = next(check for check in health.judge(device, facts) if check.name == "power")

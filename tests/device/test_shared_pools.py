@@ -128,7 +128,7 @@ def test_a_slice_of_a_server_card_has_its_share_of_the_bandwidth() -> None:
     assert device.bandwidth_gbps.value == pytest.approx(1790 / 4, rel=0.01)
 
 
-def test_a_gpu_that_the_driver_lost_is_reported_and_not_used() -> None:
+def test_a_gpu_lost_by_the_driver_is_reported_and_not_used() -> None:
     table = (
         "Unable to determine the device handle for GPU1: 0000:BA:00.0: Unknown Error\n"
         "name, uuid, memory.total [MiB], memory.used [MiB], memory.free [MiB], compute_cap\n"

@@ -124,7 +124,7 @@ def cases() -> list[tuple[DeviceRow, float]]:
 
 
 @pytest.mark.parametrize("vendor", sorted({row.vendor for row in parts_table.rows()}))
-def test_a_machine_is_one_by_name_and_by_what_it_prints(vendor: str) -> None:
+def test_a_machine_is_the_same_by_name_and_by_detection(vendor: str) -> None:
     for row, gib in (case for case in cases() if case[0].vendor == vendor):
         if row.kind == "discrete":
             readings = card(row, gib)
@@ -145,7 +145,7 @@ def test_a_machine_is_one_by_name_and_by_what_it_prints(vendor: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["0x164e", "0x13c0"])
-def test_a_desktop_processors_small_graphics_are_none(device: str) -> None:
+def test_small_graphics_of_a_desktop_processor_are_ignored(device: str) -> None:
     """Graphics with two compute units only drive a screen. By name and by detection, the device is
     the processor."""
     files = drm(vendor="0x1002", device=device, mem_info_vram_total=GIB // 2)
@@ -160,7 +160,7 @@ def test_a_desktop_processors_small_graphics_are_none(device: str) -> None:
     "name",
     ["Ryzen 5 3400G", "Ryzen 5 PRO 6650U", "Ryzen 7 PRO 6850U", "Ryzen Z2", "Ryzen Z2 Extreme"],
 )
-def test_processors_with_graphics_are_one_by_name_and_by_what_they_print(name: str) -> None:
+def test_processors_with_graphics_are_the_same_by_name_and_by_detection(name: str) -> None:
     row = parts_table.by_cpu(f"AMD {name} with Radeon Graphics")
     assert row is not None
     files = drm(vendor="0x1002", device=f"0x{GFX[row.compute_capability]}")
