@@ -36,7 +36,7 @@ def names(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir()}
 
 
-def test_libraries_are_taken_without_their_folders_and_links_stay_links(tmp_path: Path) -> None:
+def test_libraries_are_extracted_without_folders_and_links_stay_links(tmp_path: Path) -> None:
     archive = tar(
         tmp_path / "a.tar.gz",
         [
@@ -65,7 +65,9 @@ def test_libraries_are_taken_without_their_folders_and_links_stay_links(tmp_path
     "name",
     ["../../libx.so", "/etc/libx.so", "a/../../libx.so", "..\\..\\libx.so", "C:\\libx.so"],
 )
-def test_a_name_that_leads_out_of_the_folder_stays_in_it(name: str, tmp_path: Path) -> None:
+def test_an_archive_name_outside_the_folder_is_extracted_inside_it(
+    name: str, tmp_path: Path
+) -> None:
     archive = tar(tmp_path / "a.tar.gz", [member(name)])
     archives.unpack(archive, tmp_path / "lib")
     assert names(tmp_path / "lib") == {"libx.so"}
@@ -74,7 +76,9 @@ def test_a_name_that_leads_out_of_the_folder_stays_in_it(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
 @pytest.mark.parametrize("target", ["/etc/passwd", "../../secret.so", "liby.so"])
-def test_a_link_out_of_the_archive_is_refused(kind: bytes, target: str, tmp_path: Path) -> None:
+def test_a_link_to_a_path_outside_the_archive_is_refused(
+    kind: bytes, target: str, tmp_path: Path
+) -> None:
     (tmp_path / "secret.so").write_text("secret")
     archive = tar(
         tmp_path / "a.tar.gz",
@@ -86,13 +90,13 @@ def test_a_link_out_of_the_archive_is_refused(kind: bytes, target: str, tmp_path
 
 
 @pytest.mark.parametrize("kind", [tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE])
-def test_a_device_or_pipe_is_not_made(kind: bytes, tmp_path: Path) -> None:
+def test_devices_and_pipes_in_an_archive_are_not_created(kind: bytes, tmp_path: Path) -> None:
     archive = tar(tmp_path / "a.tar.gz", [member("libx.so", kind), member("libz.so")])
     archives.unpack(archive, tmp_path / "lib")
     assert names(tmp_path / "lib") == {"libz.so"}
 
 
-def test_an_archive_with_too_much_in_it_is_refused(tmp_path: Path) -> None:
+def test_an_archive_beyond_the_size_limit_is_refused(tmp_path: Path) -> None:
     many = tar(tmp_path / "many.tar.gz", [member(f"lib{n}.so") for n in range(500)])
     with pytest.raises(SetupError, match="more than an engine has"):
         archives.unpack(many, tmp_path / "many")
@@ -104,13 +108,13 @@ def test_an_archive_with_too_much_in_it_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content"), [("a.tar.gz", b"no archive"), ("a.zip", b"no archive"), ("b.tar.gz", b"")]
 )
-def test_a_damaged_archive_is_one_sentence(name: str, content: bytes, tmp_path: Path) -> None:
+def test_a_damaged_archive_is_a_one_line_error(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SetupError, match="can't be unpacked"):
         archives.unpack(tmp_path / name, tmp_path / "lib")
 
 
-def test_a_cut_archive_is_one_sentence(tmp_path: Path) -> None:
+def test_a_truncated_archive_is_a_one_line_error(tmp_path: Path) -> None:
     archive = tar(tmp_path / "a.tar.gz", [member("libx.so")], bytes(range(256)) * 400)
     archive.write_bytes(archive.read_bytes()[:-200])
     with pytest.raises(SetupError, match="can't be unpacked"):

@@ -58,7 +58,7 @@ def compiles_amx_right(folder: Path) -> bool:
 
 
 @needs_gcc
-def test_a_build_has_amx_only_if_the_compiler_gets_it_right(tmp_path: Path) -> None:
+def test_a_build_uses_amx_only_if_the_compiler_handles_it_correctly(tmp_path: Path) -> None:
     right = compiles_amx_right(tmp_path)
     (tmp_path / "CMakeLists.txt").write_text(_PROJECT)
     (tmp_path / "probe.cpp").write_text(_PROBE)
@@ -77,7 +77,7 @@ def test_a_build_has_amx_only_if_the_compiler_gets_it_right(tmp_path: Path) -> N
     assert ("building without AMX" in configured.stdout) != right
 
 
-def test_a_compilation_reads_the_faults_of_gcc() -> None:
+def test_a_compilation_applies_the_list_of_gcc_faults() -> None:
     host = BuildHost("linux", "x86_64", "0.3.36", 8)
     for gcc, read in ((None, False), (10, False), (12, True), (13, True), (14, False)):
         flags = dict(from_source(replace(host, gcc=gcc), ["-DGGML_VULKAN=ON"]).environment)

@@ -82,7 +82,7 @@ def test_a_system_compiler_that_is_new_enough_is_used_and_an_older_one_is_not() 
         ((12, 9), "/usr/local/cuda/lib64", True),
     ],
 )
-def test_a_wheel_runs_with_this_systems_cuda_libraries_where_they_are_of_its_cuda(
+def test_a_wheel_uses_the_systems_cuda_libraries_if_their_version_matches(
     nvcc: Version, libraries: str, fetched: bool
 ) -> None:
     device = resolve("rtx 4090")
@@ -105,7 +105,7 @@ def test_a_wheel_runs_with_this_systems_cuda_libraries_where_they_are_of_its_cud
         ((13, 0), None, None, ""),
     ],
 )
-def test_a_system_compiler_that_can_not_compile_here_is_left_out_and_said(
+def test_an_unusable_system_compiler_is_skipped_and_reported(
     nvcc: Version, gcc: int | None, glibc: Version | None, said: str
 ) -> None:
     new = resolve("rtx 5090")
@@ -115,7 +115,7 @@ def test_a_system_compiler_that_can_not_compile_here_is_left_out_and_said(
     assert said in first.because
 
 
-def test_what_the_packaged_compiler_takes_is_what_its_headers_say() -> None:
+def test_the_packaged_compiler_accepts_the_gcc_versions_of_its_headers() -> None:
     """The recorded facts of the nvidia-cuda-crt packages are used: the newest GCC of each version,
     and whether its declaration of rsqrt matches glibc 2.42."""
     recorded = re.findall(
@@ -182,7 +182,7 @@ def test_the_wheel_is_chosen_by_the_card_and_its_driver(
         assert runs[0].library_dirs[0].endswith("nvidia/cuda_runtime/lib")
 
 
-def test_native_code_that_needs_a_newer_driver_says_so() -> None:
+def test_native_code_that_needs_a_newer_driver_is_reported() -> None:
     device = card("12.0")
     first = found(device, replace(assumed(device), cuda_driver=(12, 8)))[0]
     assert "580" in first.needs[0]
@@ -200,7 +200,9 @@ def test_without_a_compiler_a_wheel_stands_in_for_the_newest_cards() -> None:
     ("capability", "first"),
     [("12.0", "cu130"), ("8.6", "cu130"), ("6.1", "cu125"), ("10.0", "cu130")],
 )
-def test_windows_takes_wheels_and_vulkan_and_never_linux_names(capability: str, first: str) -> None:
+def test_windows_gets_wheels_and_vulkan_and_never_linux_file_names(
+    capability: str, first: str
+) -> None:
     device = replace(card(capability), os="Windows")
     chain = found(device, replace(assumed(device), cuda_driver=(13, 0)))
     assert [index(chain[0]), index(chain[-1])] == [first, "vulkan"]
@@ -217,9 +219,7 @@ def test_windows_takes_wheels_and_vulkan_and_never_linux_names(capability: str, 
     assert index(older[0]) == "cu118"
 
 
-def test_whatever_the_card_driver_and_system_the_chain_can_run_there_or_says_what_it_needs() -> (
-    None
-):
+def test_every_recipe_runs_on_its_card_driver_and_system_or_names_what_is_missing() -> None:
     """For every pair of facts, no wheel is newer than the driver or lacks code for the card. The
     packaged compiler is used only on Linux."""
     numbers = [
@@ -324,7 +324,7 @@ def test_any_two_cards_get_a_build_that_runs_on_both() -> None:
         assert found(both)[0].backend == "cuda"
 
 
-def test_a_gpu_that_only_its_driver_knows_gets_the_wheel_when_asked_for() -> None:
+def test_a_gpu_known_only_to_its_driver_gets_the_wheel_on_request() -> None:
     """A GPU slice of unknown size is planned as a machine without a GPU. The CUDA wheel is still
     available on request."""
     unplanned = replace(resolve("rtx 3090"), accelerator="cpu", compute_capability="")

@@ -22,7 +22,7 @@ def program(folder: Path, name: str, says: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_compilers_are_asked_for_their_versions(
+def test_compiler_versions_are_read_from_the_compilers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program(tmp_path, "nvcc", NVCC)
@@ -38,7 +38,7 @@ def test_compilers_are_asked_for_their_versions(
     assert host.read(("cuda",)).gcc == 14
 
 
-def test_the_compilers_libraries_are_found_beside_it_and_nowhere_else(
+def test_cuda_libraries_are_found_only_next_to_their_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cuda" / "bin").mkdir(parents=True)
@@ -57,7 +57,7 @@ def test_the_compilers_libraries_are_found_beside_it_and_nowhere_else(
     assert host.read(()).cuda_libraries == str(folder)
 
 
-def test_the_c_library_is_this_systems() -> None:
+def test_the_c_library_version_is_that_of_this_system() -> None:
     found = host.read(()).glibc
     assert found is None or found >= (2, 17)
 
@@ -71,7 +71,7 @@ def test_the_c_library_is_this_systems() -> None:
         (None, None),
     ],
 )
-def test_rocm_is_known_by_the_name_of_its_library(
+def test_the_rocm_version_is_read_from_its_library_name(
     library: str | None, version: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

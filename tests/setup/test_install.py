@@ -122,7 +122,7 @@ def processor_libraries(build: builds.Build) -> list[Path]:
     return sorted((build.folder / "site" / "llama_cpp" / "lib").glob("libggml-cpu.so*"))
 
 
-def test_a_build_that_computes_as_the_processor_does_is_kept_and_runs(tiny_model: Path) -> None:
+def test_a_build_that_computes_like_the_cpu_is_kept_and_used(tiny_model: Path) -> None:
     build = make(whole, tiny_model)
     assert all(library.is_symlink() for library in processor_libraries(build)), (
         "what was compiled is left as it is"
@@ -157,7 +157,7 @@ def test_a_build_that_computes_as_the_processor_does_is_kept_and_runs(tiny_model
         (wrong_tokens, "its tokens differ"),
     ],
 )
-def test_a_broken_build_is_taken_back_and_what_was_there_still_runs(
+def test_a_broken_build_is_removed_and_the_previous_one_still_runs(
     doctor: Doctor, said: str, tiny_model: Path
 ) -> None:
     before = finished()
@@ -172,7 +172,7 @@ def test_a_broken_build_is_taken_back_and_what_was_there_still_runs(
     assert there == {"cpu", "in-use", "used-before"}
 
 
-def test_a_build_without_the_device_it_was_made_for_is_taken_back(tiny_model: Path) -> None:
+def test_a_build_that_does_not_find_its_device_is_removed(tiny_model: Path) -> None:
     recipe = BuildRecipe("cuda-120", "cuda", "a build", "a test", CPU.steps)
     with pytest.raises(SetupError, match="sees no cuda device"):
         make(whole, tiny_model, recipe)
@@ -180,13 +180,13 @@ def test_a_build_without_the_device_it_was_made_for_is_taken_back(tiny_model: Pa
     assert not builds.folder_of("cuda-120").exists()
 
 
-def test_a_step_that_fails_says_why_and_leaves_nothing(tiny_model: Path) -> None:
+def test_a_failed_step_gives_the_reason_and_leaves_no_files(tiny_model: Path) -> None:
     with pytest.raises(SetupError, match="error: nothing to be had"):
         make(whole, tiny_model, code=1)
     assert not builds.folder_of("cpu").exists()
 
 
-def test_two_setups_do_not_meet_and_one_that_was_killed_does_not_count(tiny_model: Path) -> None:
+def test_two_setups_cannot_run_at_once_and_a_killed_one_does_not_block(tiny_model: Path) -> None:
     mark = paths.private_dir(paths.builds_dir()) / ".making"
     code = (
         "import sys; from huggingface_hub.utils import WeakFileLock\n"
@@ -205,7 +205,7 @@ def test_two_setups_do_not_meet_and_one_that_was_killed_does_not_count(tiny_mode
         make(whole, tiny_model, code=1)
 
 
-def test_what_was_killed_in_the_middle_is_put_back(tiny_model: Path) -> None:
+def test_a_build_replaced_by_a_killed_setup_is_restored(tiny_model: Path) -> None:
     folder = builds.folder_of("cpu")
     kept = folder.with_name(".cpu.before")
     (kept / "site" / "llama_cpp").mkdir(parents=True)
@@ -220,7 +220,7 @@ def test_what_was_killed_in_the_middle_is_put_back(tiny_model: Path) -> None:
     assert builds.listed() == [before]
 
 
-def test_removing_the_build_in_use_goes_back_to_the_one_that_came_along() -> None:
+def test_removing_the_used_build_returns_to_the_packaged_one() -> None:
     finished()
     builds.choose("cpu")
     builds.remove("cpu")
@@ -232,12 +232,12 @@ def test_removing_the_build_in_use_goes_back_to_the_one_that_came_along() -> Non
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "", "A B", "/tmp/x", ".hidden"])
-def test_a_name_is_a_name_and_never_a_path(name: str) -> None:
+def test_a_build_name_is_never_a_path(name: str) -> None:
     with pytest.raises(UsageError):
         builds.choose(name)
 
 
-def test_a_damaged_choice_or_description_is_as_none() -> None:
+def test_a_damaged_choice_or_description_counts_as_missing() -> None:
     folder = builds.folder_of("cpu")
     folder.mkdir(parents=True)
     (folder / "build.json").write_text("{")
@@ -245,7 +245,7 @@ def test_a_damaged_choice_or_description_is_as_none() -> None:
     assert (builds.listed(), builds.chosen()) == ([], builds.OWN)
 
 
-def test_one_run_can_have_another_build_and_a_name_that_is_not_there_is_an_error(
+def test_a_single_run_can_use_another_build_and_an_unknown_name_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOCALLLM_BUILD", "nowhere")
@@ -254,7 +254,7 @@ def test_one_run_can_have_another_build_and_a_name_that_is_not_there_is_an_error
     engine_builds.activate("setup")
 
 
-def test_a_build_whose_drivers_have_changed_is_said_until_setup_has_tried_it_again(
+def test_changed_drivers_of_a_build_are_reported_until_setup_tests_it_again(
     tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(builds, "drivers_now", lambda: "nvidia 2.0; ROCm 7.2")
@@ -271,7 +271,7 @@ def test_a_build_whose_drivers_have_changed_is_said_until_setup_has_tried_it_aga
     assert capsys.readouterr().err == ""
 
 
-def test_what_a_system_says_of_its_drivers(tmp_path: Path) -> None:
+def test_driver_versions_are_read_from_the_system(tmp_path: Path) -> None:
     def file(name: str, text: str) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -291,7 +291,7 @@ def test_what_a_system_says_of_its_drivers(tmp_path: Path) -> None:
     assert "ROCm" not in said
 
 
-def test_a_chosen_build_that_is_gone_is_said_once_and_the_own_one_runs(
+def test_a_missing_chosen_build_is_reported_once_and_the_packaged_one_is_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(builds.folder_of("gone") / "site"))
@@ -302,7 +302,7 @@ def test_a_chosen_build_that_is_gone_is_said_once_and_the_own_one_runs(
     assert "PYTHONPATH" not in builds.os.environ
 
 
-def test_a_build_stands_first_on_the_path_and_leaves_it_again() -> None:
+def test_an_activated_build_is_first_on_the_path_and_can_be_deactivated() -> None:
     build = finished()
     environment, path = {"PYTHONPATH": "/mine"}, ["/a", "/b"]
     builds.apply("cpu", environment, path)
@@ -325,7 +325,7 @@ def test_a_builds_own_libraries_are_found_while_it_runs() -> None:
     assert environment[builds.library_variable()] == "/theirs"
 
 
-def test_near_ties_pass_and_nonsense_does_not() -> None:
+def test_a_trial_accepts_near_ties_and_rejects_wrong_tokens() -> None:
     expected = build_check.ReferenceAnswer(Path("m"), (1, 2, 3), "abc")
     close = {"gaps": [0.0, 0.3, 0.0], "text": "abd", "decode_s": 0.01}
     assert build_check.compare(expected, close).failure == ""
@@ -333,7 +333,7 @@ def test_near_ties_pass_and_nonsense_does_not() -> None:
         assert build_check.compare(expected, {**close, "gaps": gaps}).failure
 
 
-def test_the_cuda_packages_get_the_names_that_linking_asks_for(tmp_path: Path) -> None:
+def test_the_cuda_packages_get_the_library_names_needed_for_linking(tmp_path: Path) -> None:
     lib = tmp_path / "lib"
     (lib / "stubs").mkdir(parents=True)
     for name in ("libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13.0.1", "stubs/libcuda.so"):
@@ -346,7 +346,7 @@ def test_the_cuda_packages_get_the_names_that_linking_asks_for(tmp_path: Path) -
         install.link_cuda(tmp_path / "nothing")
 
 
-def test_a_recipe_that_fails_is_followed_by_the_next_and_each_reason_is_said(
+def test_after_a_failed_recipe_the_next_one_runs_and_each_reason_is_reported(
     tiny_model: Path,
 ) -> None:
     """A wheel that crashes and a missing compiler are skipped with their reasons, and the next
@@ -376,7 +376,7 @@ def test_a_recipe_that_fails_is_followed_by_the_next_and_each_reason_is_said(
     assert "a wheel" in said[-1]
 
 
-def test_where_no_recipe_works_every_reason_is_in_the_error_and_what_ran_still_runs(
+def test_if_no_recipe_works_the_error_has_every_reason_and_the_old_build_still_runs(
     tiny_model: Path,
 ) -> None:
     before = finished()

@@ -35,7 +35,7 @@ def of_another_version(package: Path) -> None:
         library.rename(library.with_name("libggml-base.so.0.0.1"))
 
 
-def test_a_ready_made_build_computes_with_the_processors_part_that_was_compiled_here(
+def test_a_ready_made_build_uses_the_processor_part_compiled_here(
     tiny_model: Path,
 ) -> None:
     build = make(whole, tiny_model, WHEEL)
@@ -47,7 +47,9 @@ def test_a_ready_made_build_computes_with_the_processors_part_that_was_compiled_
 
 
 @pytest.mark.parametrize("doctor", [runs_with_its_own_part_alone, of_another_version])
-def test_where_that_does_not_go_the_wheels_own_part_stays(doctor: Doctor, tiny_model: Path) -> None:
+def test_if_the_processor_part_does_not_compile_that_of_the_wheel_stays(
+    doctor: Doctor, tiny_model: Path
+) -> None:
     build = make(doctor, tiny_model, WHEEL)
     assert all(library.is_symlink() for library in processor_libraries(build))
     assert "10 of 10 tokens" in build.trial
@@ -83,7 +85,7 @@ def turns_take(seconds: float) -> Doctor:
         pytest.param(0.0, 0.005, True, True, marks=pytest.mark.long),
     ],
 )
-def test_a_build_that_is_slower_than_the_one_before_is_taken_only_when_asked_for(
+def test_a_slower_build_than_the_previous_one_is_used_only_on_request(
     before: float, now: float, accepts: bool, taken: bool, tiny_model: Path
 ) -> None:
     """One trial measures both builds. The previous build counts as an accelerated one here, because
@@ -118,7 +120,7 @@ def test_a_build_that_is_slower_than_the_one_before_is_taken_only_when_asked_for
 
 @pytest.mark.long
 @pytest.mark.parametrize(("now", "taken"), [(0.01, False), (0.0, True)])
-def test_another_release_is_held_against_what_runs_on_the_processor_too(
+def test_another_release_is_also_compared_with_the_used_build_on_a_cpu(
     now: float, taken: bool, tiny_model: Path
 ) -> None:
     other, said = replace(HOST, version="0.3.99"), list[str]()

@@ -60,7 +60,7 @@ def test_uv_installs_into_an_environment_without_pip(
 
 
 @pytest.mark.long
-def test_without_uv_python_brings_its_pip(without_pip: Path, tmp_path: Path) -> None:
+def test_without_uv_the_pip_of_python_is_used(without_pip: Path, tmp_path: Path) -> None:
     done = asked(without_pip, "/nowhere", tmp_path)
     if done.returncode:  # Debian's Python lacks ensurepip without python3-venv
         assert "python3-venv" in done.stderr
@@ -74,7 +74,7 @@ def test_without_uv_python_brings_its_pip(without_pip: Path, tmp_path: Path) -> 
     )
 
 
-def test_with_a_pip_it_is_pip() -> None:
+def test_an_environment_with_pip_is_installed_with_pip() -> None:
     done = asked(Path(sys.executable), os.environ["PATH"], Path.home())
     assert done.stdout.split("\n")[:3] == [sys.executable, "-m", "pip"]
 
@@ -109,7 +109,7 @@ def test_a_fresh_macs_python_is_too_old_and_uv_makes_the_environment(tmp_path: P
     assert "uv could not make an environment" in done.stderr
 
 
-def test_without_uv_installers_are_named_that_need_no_homebrew(tmp_path: Path) -> None:
+def test_without_uv_installers_that_need_no_homebrew_are_named(tmp_path: Path) -> None:
     done = make("chat", stub(tmp_path / "bin", "python3", OLD))
     assert done.returncode
     assert "Python 3.9.6" in done.stderr
@@ -117,7 +117,7 @@ def test_without_uv_installers_are_named_that_need_no_homebrew(tmp_path: Path) -
     assert "brew" not in done.stderr
 
 
-def test_the_newest_python_is_known(tmp_path: Path) -> None:
+def test_the_newest_python_is_found(tmp_path: Path) -> None:
     folder = stub(
         stub(tmp_path / "bin", "python3", OLD),
         "python3.14",

@@ -65,7 +65,7 @@ def test_every_recorded_machine_gets_its_recipe(monkeypatch: pytest.MonkeyPatch)
     assert written == GOLDEN.read_text(encoding="utf-8")
 
 
-def test_rocm_is_taken_where_it_is_faster_and_vulkan_where_nothing_is_known() -> None:
+def test_rocm_is_used_if_it_is_faster_and_vulkan_if_no_speed_is_known() -> None:
     halo = resolve("strix halo")
     (plain,) = recipes.recipes_for(halo, assumed(halo))
     assert plain.backend == "vulkan"
@@ -76,7 +76,7 @@ def test_rocm_is_taken_where_it_is_faster_and_vulkan_where_nothing_is_known() ->
     assert "it is faster" in told.because
 
 
-def test_a_card_without_graphics_is_rocms_first() -> None:
+def test_for_a_card_without_graphics_rocm_is_the_first_choice() -> None:
     instinct = replace(resolve("mi300x"), compute_capability="gfx942")
     (recipe,) = recipes.recipes_for(
         instinct, assumed(instinct), "", steps.Preferred("vulkan", "it is faster")
@@ -86,14 +86,14 @@ def test_a_card_without_graphics_is_rocms_first() -> None:
 
 
 @pytest.mark.parametrize("name", ["snapdragon x elite", "ryzen 9 9950x"])
-def test_what_is_not_known_of_a_processor_is_no_reason_of_a_build(name: str) -> None:
+def test_unknown_facts_about_a_cpu_are_no_reason_for_a_build(name: str) -> None:
     machine = resolve(name)
     said = "\n".join(command.lines(machine, command.recipes_of(machine, assumed(machine))))
     assert "no build needed" in said
     assert "--bandwidth" not in said
 
 
-def test_the_planner_is_asked_which_of_two_backends_is_faster() -> None:
+def test_the_planner_decides_which_of_two_backends_is_faster() -> None:
     halo = resolve("strix halo")
     preferred = engine_builds.preferred(halo)
     assert preferred is not None
@@ -103,7 +103,7 @@ def test_the_planner_is_asked_which_of_two_backends_is_faster() -> None:
     assert [recipe.backend for recipe in without] == ["vulkan"]
 
 
-def test_a_better_build_is_told_with_the_speed_to_expect() -> None:
+def test_a_better_build_is_suggested_with_the_expected_speed() -> None:
     card = resolve("rtx 3090")
     plain = replace(
         card, name="a processor", bandwidth_gbps=Figure(50, "given"), host=None, match=""
@@ -147,7 +147,7 @@ def test_a_backend_that_the_machine_has_no_gpu_for_is_refused(name: str, backend
     assert caught.value.hint
 
 
-def test_vulkan_is_never_refused_for_want_of_a_row_in_the_table() -> None:
+def test_vulkan_is_offered_for_cards_missing_in_the_table() -> None:
     """A card that no probe knows makes the machine look like its processor alone. Vulkan is still
     offered, and its trial finds the card."""
     unknown = identify(recordings.load("cpu_only_vm"))
@@ -155,7 +155,7 @@ def test_vulkan_is_never_refused_for_want_of_a_row_in_the_table() -> None:
     assert (recipe.backend, recipe.steps[0].pip[0]) == ("vulkan", "install")
 
 
-def test_vulkan_is_compiled_after_its_wheel_where_its_compiler_is_here() -> None:
+def test_vulkan_is_compiled_as_the_second_choice_if_a_compiler_is_installed() -> None:
     arc = resolve("arc b580")
     (recipe,) = recipes.recipes_for(arc, replace(assumed(arc), glslc=True))
     assert [made.title.rpartition(", ")[2] for made in (recipe, *recipe.otherwise)] == [
@@ -174,7 +174,7 @@ def test_vulkan_is_compiled_after_its_wheel_where_its_compiler_is_here() -> None
         ("gfx1152", (7, 2), "no code for gfx1152"),
     ],
 )
-def test_what_rocm_needs_is_said_before_a_gigabyte_is_fetched(
+def test_requirements_of_rocm_are_reported_before_the_download(
     gfx: str, rocm: Version | None, said: str
 ) -> None:
     radeon = replace(resolve("strix halo"), compute_capability=gfx)
@@ -191,7 +191,7 @@ def test_what_rocm_needs_is_said_before_a_gigabyte_is_fetched(
     assert said in " ".join((*instead.needs, *instead.notes))
 
 
-def test_a_driver_that_does_not_answer_is_said_and_not_taken_for_a_machine_without_a_gpu() -> None:
+def test_a_driver_without_response_is_reported_and_not_taken_for_a_missing_gpu() -> None:
     """After a driver update without a restart, NVML fails. The card is on the bus, and `setup`
     reports that its driver does not answer."""
     readings = recordings.load("cpu_only_vm")
@@ -208,13 +208,13 @@ def test_a_driver_that_does_not_answer_is_said_and_not_taken_for_a_machine_witho
     assert "no build needed" not in said
 
 
-def test_what_is_missing_is_said_with_the_command_that_gets_it() -> None:
+def test_missing_tools_are_reported_with_the_command_that_installs_them() -> None:
     machine = resolve("rtx 5090")
     (recipe,) = recipes.recipes_for(machine, replace(assumed(machine), cxx=False))
     assert any("build-essential" in need for need in recipe.needs)
 
 
-def test_mlx_is_what_the_extras_of_the_package_say() -> None:
+def test_the_mlx_recipe_matches_the_extras_of_the_package() -> None:
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]

@@ -228,7 +228,7 @@ def broken() -> bytes:
     return out.getvalue()
 
 
-def test_a_release_that_fails_its_trial_is_removed_and_the_engine_before_runs(
+def test_a_release_that_fails_its_trial_is_removed_and_the_previous_engine_is_used(
     releases: Releases, host: BuildHost, tiny_model: Path
 ) -> None:
     releases.files = {ARCHIVE: broken()}
@@ -297,7 +297,7 @@ def test_the_command_installs_a_release_and_goes_back_to_the_wheel(
     assert f"  {TAG}-cpu" in listed
 
 
-def test_a_folder_of_libraries_is_tried_and_used_where_it_lies(
+def test_a_folder_of_libraries_is_tested_and_used_in_place(
     host: BuildHost, tiny_model: Path, tmp_path: Path
 ) -> None:
     installed = llama_cpp_folder()
@@ -338,7 +338,7 @@ def test_a_folder_in_the_environment_has_priority_and_is_listed_as_used(
 
 
 @pytest.mark.parametrize("engine", ["newest", "b1", "v", "/no/such/folder", "homebrew"])
-def test_what_is_no_engine_is_refused_with_the_forms(engine: str) -> None:
+def test_an_invalid_engine_name_is_refused_with_the_valid_forms(engine: str) -> None:
     result = CliRunner().invoke(app, ["setup", "--engine", engine])
     assert isinstance(result.exception, LocalLLMError)
     assert result.exception.exit_code == 2

@@ -158,7 +158,7 @@ def test_a_version_points_to_the_release_with_the_archives() -> None:
     assert releases.Release("b12110", (), "v1.0.0").title == "v1.0.0 (b12110)"
 
 
-def test_a_cuda_archive_without_cudas_libraries_is_not_taken() -> None:
+def test_a_cuda_archive_without_cuda_libraries_is_not_used() -> None:
     names = [name for name in NAMES if not name.startswith("cudart")]
     device = resolve("rtx 5090")
     host = replace(assumed(device), cuda_driver=(13, 0))

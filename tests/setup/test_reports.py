@@ -118,7 +118,7 @@ def said(name: str, facts: Facts, backend: str = "") -> str:
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: f"{report.number}: {report.what}")
-def test_the_build_is_right_where_owners_met_a_wrong_one(report: Report) -> None:
+def test_setup_chooses_the_right_build_for_reported_wrong_choices(report: Report) -> None:
     text = said(report.machine, report.host, report.backend)
     place = 0
     for words in report.says:
@@ -128,7 +128,7 @@ def test_the_build_is_right_where_owners_met_a_wrong_one(report: Report) -> None
         assert words not in text
 
 
-def test_no_machine_with_a_gpu_ends_in_nothing_to_build() -> None:
+def test_no_machine_with_a_gpu_gets_the_answer_no_build_needed() -> None:
     for folder in (recordings.FOLDER, MORE):
         for name in recordings.names(folder):
             machine = identify(recordings.load(name, folder))
@@ -358,7 +358,7 @@ UNSETTLED = {3, 30, 31}
 @pytest.mark.parametrize(
     ("number", "right"), MORE_REPORTS, ids=lambda value: getattr(value, "__name__", str(value))
 )
-def test_what_owners_met_is_right_here(number: int, right: Callable[[], None]) -> None:
+def test_problems_from_user_reports_do_not_occur(number: int, right: Callable[[], None]) -> None:
     right()
     assert number not in UNSETTLED
 

@@ -85,7 +85,7 @@ def real(few_layers: Path) -> Iterator[Backend]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_noise_of_a_card_passes_and_a_fault_in_it_does_not(
+def test_rounding_noise_of_a_card_passes_and_a_fault_does_not(
     real: Backend, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     on_chunk, on_rows = FAULTS[fault]
@@ -104,7 +104,7 @@ def test_noise_of_a_card_passes_and_a_fault_in_it_does_not(
     assert (failed is not None) == bool(fault), failed
 
 
-def test_a_device_that_is_lost_in_the_middle_is_named_with_its_check(
+def test_a_device_lost_during_a_check_is_named_with_the_check(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """The process aborts at a fork. The report contains the checks before it and names the failed
@@ -127,7 +127,7 @@ def test_a_device_that_is_lost_in_the_middle_is_named_with_its_check(
     assert "1 failure(s)" in "\n".join(build_check.report(test))
 
 
-def test_a_build_that_does_not_start_is_a_report_too() -> None:
+def test_a_build_that_does_not_start_also_produces_a_report() -> None:
     build = replace(
         ask_build(), failure="its process ended with signal SIGSEGV: /home/somebody/lib/libggml.so"
     )
@@ -137,7 +137,7 @@ def test_a_build_that_does_not_start_is_a_report_too() -> None:
     assert "somebody" not in text
 
 
-def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starter, "path", lambda: None)
     result = CliRunner().invoke(app, ["doctor", "--accelerator"])
     assert isinstance(result.exception, SetupError)

@@ -29,7 +29,9 @@ RUNNER = CliRunner()
         (["--engine", "0.33.0", "--backend", "mlx"], 2),
     ],
 )
-def test_what_is_wrong_is_said_and_nothing_is_changed(arguments: list[str], exit_code: int) -> None:
+def test_a_failed_setup_gives_a_hint_and_makes_no_build(
+    arguments: list[str], exit_code: int
+) -> None:
     result = RUNNER.invoke(app, ["setup", *arguments])
     assert isinstance(result.exception, LocalLLMError)
     assert result.exception.exit_code == exit_code
@@ -37,7 +39,7 @@ def test_what_is_wrong_is_said_and_nothing_is_changed(arguments: list[str], exit
     assert builds.listed() == []
 
 
-def test_a_named_machine_is_told_what_would_be_done_there() -> None:
+def test_for_a_named_machine_setup_lists_the_steps_without_running_them() -> None:
     result = RUNNER.invoke(app, ["setup", "--dry-run", "--device", "rtx 5090"])
     assert result.exit_code == 0
     assert "native code of sm_120" in result.output
@@ -59,7 +61,7 @@ def test_an_archive_is_preferred_to_a_compilation_if_one_fits() -> None:
 @pytest.mark.parametrize(
     "machine", ["rtx 5090", "rtx 3060", "M4 Max 128GB", "Strix Halo 128GB", "8GB laptop"]
 )
-def test_another_release_is_made_beside_the_builds_that_are_there(machine: str) -> None:
+def test_another_release_is_built_without_replacing_existing_builds(machine: str) -> None:
     """This also applies if the installed release needs no build. The build's name and every step
     contain the requested release."""
     result = RUNNER.invoke(app, ["setup", "--dry-run", "--engine", "0.3.99", "--device", machine])
@@ -70,7 +72,7 @@ def test_another_release_is_made_beside_the_builds_that_are_there(machine: str) 
     assert not any("llama-cpp-python==0.3.3" in line for line in steps)
 
 
-def test_here_nothing_is_built_and_the_list_shows_what_runs() -> None:
+def test_on_this_machine_no_build_is_needed_and_the_list_shows_the_used_engine() -> None:
     """This machine's own llama.cpp supports its hardware, so no build is needed."""
     assert RUNNER.invoke(app, ["setup", "--use", "own"]).exit_code == 0
     listed = RUNNER.invoke(app, ["setup", "--list"]).output
