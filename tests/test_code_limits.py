@@ -204,7 +204,7 @@ def floors(package: str) -> int:
     return max(floor(room) for room in below)
 
 
-def test_the_engine_stands_on_eight_floors_at_most() -> None:
+def test_the_engine_has_at_most_eight_dependency_layers() -> None:
     packages = [
         "localllm.engine",
         *(
@@ -230,7 +230,7 @@ OTHER_READERS = {
 }
 
 
-def test_memory_is_read_in_one_place() -> None:
+def test_system_memory_is_read_only_in_the_memory_package() -> None:
     reads = {
         name
         for name, tree in product().items()
@@ -253,7 +253,7 @@ NAME_OWNERS = dict.fromkeys(("llamacpp", "mlx"), ("backends/",)) | dict.fromkeys
 )
 
 
-def test_only_its_owner_writes_the_name_of_a_backend_or_an_accelerator() -> None:
+def test_names_of_backends_and_accelerators_appear_only_in_their_own_module() -> None:
     found = {
         f"{path}:{node.lineno}: {node.value}"
         for path, tree in product().items()
@@ -292,7 +292,7 @@ def test_no_group_of_a_pattern_is_repeated_possessively() -> None:
     assert not found
 
 
-def test_no_class_name_stands_twice() -> None:
+def test_no_class_name_is_used_twice() -> None:
     """Each class name has one meaning in the whole product, so that it can be searched for."""
     found = defaultdict(list)
     for name, node in classes():
@@ -398,7 +398,7 @@ FOREIGN_PRIVATE = {
 }
 
 
-def test_tests_use_public_doors() -> None:
+def test_tests_use_only_public_names() -> None:
     found = {
         (name, what) for name, tree in trees_of_tests().items() for _, what in private_names(tree)
     }

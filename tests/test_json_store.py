@@ -20,7 +20,7 @@ class Figure:
     devices: tuple[str, ...] = ()
 
 
-def test_what_was_written_comes_back_as_its_dataclass(tmp_path: Path) -> None:
+def test_written_records_are_read_as_their_dataclass(tmp_path: Path) -> None:
     file, figure = tmp_path / "new" / "figure.json", Figure("chip", 3.5, ("gpu",))
     json_store.write(file, asdict(figure))
     assert json_store.record(Figure, json_store.read(file)) == figure
@@ -32,7 +32,7 @@ def test_what_was_written_comes_back_as_its_dataclass(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 100_000, None]
 )
-def test_a_damaged_file_is_an_empty_one(tmp_path: Path, content: bytes | None) -> None:
+def test_a_damaged_file_counts_as_empty(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "figures.json"
     if content is not None:
         file.write_bytes(content)
@@ -48,7 +48,7 @@ def test_a_file_without_the_list_has_no_entries(tmp_path: Path, content: str) ->
     assert json_store.entries(file, "runs") == [7]
 
 
-def test_a_file_is_read_up_to_a_size(tmp_path: Path) -> None:
+def test_a_file_beyond_the_size_limit_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     json_store.write(file, {"a": 1})
     with pytest.raises(OSError, match="larger than 4 bytes"):
@@ -59,7 +59,7 @@ def test_a_file_is_read_up_to_a_size(tmp_path: Path) -> None:
     "entry",
     [None, [], {}, {"name": "chip"}, {"name": 1, "speed": 2.0}, {"name": "x", "speed": "2"}],
 )
-def test_what_is_not_of_the_shape_is_no_record(entry: object) -> None:
+def test_entries_of_another_shape_are_ignored(entry: object) -> None:
     assert json_store.record(Figure, entry) is None
 
 
@@ -67,7 +67,7 @@ def test_unknown_fields_of_later_versions_are_left_out() -> None:
     assert json_store.record(Figure, {"name": "chip", "speed": 2, "later": 1}) == Figure("chip", 2)
 
 
-def test_a_disk_that_refuses_is_ignored_where_the_file_can_be_made_again(tmp_path: Path) -> None:
+def test_a_failed_write_is_ignored_if_the_file_can_be_recreated(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     json_store.keep(blocked / "figures.json", {})
@@ -106,7 +106,7 @@ def test_a_derived_value_follows_its_source(
     assert derive() == ["c", "2"]
 
 
-def test_a_derived_value_is_of_this_version(
+def test_a_derived_value_of_another_version_is_not_used(
     derive: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     derive()
@@ -123,7 +123,7 @@ def test_a_damaged_derived_value_is_computed_again(
     assert derive() == ["a", "b", "2"]
 
 
-def test_a_derived_value_needs_no_place_to_keep_it(
+def test_a_derived_value_works_without_a_writable_folder(
     derive: Callable[[], list[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "cache").write_text("a file")

@@ -50,7 +50,9 @@ class Answer:
 
 
 @pytest.mark.parametrize("kind", TOO_MUCH)
-def test_what_is_too_much_is_ended_and_the_next_is_answered(stages: Stages, kind: str) -> None:
+def test_a_call_beyond_its_limits_is_ended_and_the_next_one_answered(
+    stages: Stages, kind: str
+) -> None:
     over = Answer(stages, TOO_MUCH[kind])
     assert over.answer is None
     assert "it takes more than" in over.reason
@@ -59,11 +61,11 @@ def test_what_is_too_much_is_ended_and_the_next_is_answered(stages: Stages, kind
     assert small.answer[0] == COMPILED
 
 
-def test_why_a_grammar_is_refused_is_told(stages: Stages) -> None:
+def test_the_reason_of_a_refused_grammar_is_returned(stages: Stages) -> None:
     assert "can't be enforced" in Answer(stages, ("regex", "(")).reason
 
 
-def test_closing_ends_what_is_at_work() -> None:
+def test_closing_ends_running_calls() -> None:
     child = LimitedChild("localllm.grammars.compile_limit", ChildLimits(60.0, 2**30), lambda: SETUP)
     assert child.ask(SMALL)
     threading.Timer(0.1, child.close).start()

@@ -30,7 +30,7 @@ def test_the_first_rule_that_finds_a_model_decides() -> None:
     assert find("name", {Rule.SERVED: finding(Rule.SERVED)}) == NameMatch()
 
 
-def test_every_rule_has_its_place() -> None:
+def test_model_name_rules_have_a_fixed_order() -> None:
     assert [rule.name for rule in sorted(Rule)] == [
         "SERVED", "PATH", "UPSTREAM", "INSTALLED", "PART", "CATALOG", "PATTERN",
     ]  # fmt: skip
@@ -50,7 +50,7 @@ def test_the_default_tag_matters_where_two_models_differ_in_it() -> None:
     assert without_tag("tiny:1b") == "tiny:1b"
 
 
-def test_the_most_specific_pattern_wins_and_is_no_name() -> None:
+def test_the_most_specific_pattern_wins_and_is_not_a_model_name() -> None:
     table: NameTable[str] = NameTable()
     table.add_alias("claude-*", "any")
     table.add_alias("claude-haiku-?", "haiku")

@@ -37,7 +37,7 @@ def modules_after(statement: str) -> set[str]:
 @pytest.mark.parametrize(
     "module", ["localllm", "localllm.cli.main", "localllm_backends.llamacpp", "localllm.settings"]
 )
-def test_importing_us_imports_nothing_heavy(module: str) -> None:
+def test_importing_the_package_imports_no_heavy_library(module: str) -> None:
     loaded = modules_after(f"import {module}")
     # From version 0.29 on, Typer itself imports pydantic.
     allowed = {"pydantic"} if module == "localllm.cli.main" else set()
@@ -74,7 +74,7 @@ def leaves(
     return [cls, *below]
 
 
-def test_there_is_one_tree_of_errors() -> None:
+def test_all_errors_derive_from_one_base_class() -> None:
     """All errors of the product belong to one tree. (Errors that only a library's own code catches
     derive from that library's classes.)"""
     strays = [
@@ -88,7 +88,7 @@ def test_there_is_one_tree_of_errors() -> None:
     assert strays == ["localllm.errors.LocalLLMError"]
 
 
-def test_every_error_has_a_code_a_status_an_exit_code_and_crosses_borders() -> None:
+def test_every_error_has_a_code_status_exit_code_and_crosses_processes() -> None:
     codes = [cls.code for cls in leaves()]
     assert len(set(codes)) == len(codes)
     for cls in leaves():
@@ -109,7 +109,7 @@ def test_an_unknown_code_is_a_backend_error() -> None:
     assert type(errors.by_code("no such code", "x")) is errors.BackendError
 
 
-def test_our_backends_are_registered_like_anybodys() -> None:
+def test_our_backends_are_registered_like_third_party_ones() -> None:
     assert "llamacpp" in {point.name for point in entry_points(group="localllm.backends")}
 
 
@@ -178,7 +178,7 @@ def test_no_file_is_too_long() -> None:
     assert {name: n for name, n in lengths.items() if n > MOST_LINES_OF_A_FILE} == {}
 
 
-def test_no_function_takes_more_than_a_person_can_keep_in_mind() -> None:
+def test_no_function_has_too_many_parameters() -> None:
     """Dataclasses need no exception here: their constructor is generated, and callers name the
     values."""
     assert {name for name, node in all_functions() if parameters(node) > MOST_PARAMETERS} == set(
@@ -186,7 +186,7 @@ def test_no_function_takes_more_than_a_person_can_keep_in_mind() -> None:
     )
 
 
-def test_every_file_says_why_it_exists() -> None:
+def test_every_file_has_a_docstring_about_its_purpose() -> None:
     for path in PRODUCT:
         assert path.read_text().lstrip().startswith('"""'), (
             f"{path.name} does not begin with its reason"
@@ -201,7 +201,7 @@ FOREIGN_FILES = {
 }  # fmt: skip
 
 
-def test_no_comment_or_page_names_a_file_that_is_gone() -> None:
+def test_no_comment_or_page_names_a_missing_file() -> None:
     ours = [
         f"/{path.relative_to(ROOT)}"
         for path in ROOT.rglob("*.py")
@@ -229,7 +229,7 @@ READERS_OF_KNOWN_FILES = {
 }  # fmt: skip
 
 
-def test_files_of_users_are_read_only_if_they_are_plain_and_small() -> None:
+def test_user_files_are_read_only_if_they_are_regular_and_small() -> None:
     """`paths.file_bytes` rejects pipes, devices and large files. Files of the package are
     trusted."""
     found = set()
@@ -247,14 +247,14 @@ def contracts() -> list[dict[str, Any]]:
     return found
 
 
-def test_every_import_contract_says_what_holds_and_why() -> None:
+def test_every_import_contract_states_its_rule_and_reason() -> None:
     for contract in contracts():
         what, _, why = contract["name"].partition(": ")
         assert what, contract
         assert why, f"{what!r} has no reason behind a colon"
 
 
-def test_every_room_has_a_contract_of_its_own() -> None:
+def test_every_package_has_its_own_import_contract() -> None:
     rooms = {f"localllm.{path.parent.name}" for path in (ROOT / "localllm").glob("*/__init__.py")}
     rooms |= {"localllm_backends", "localllm_catalog", "localllm_tui"}
     bound = {sources[0] for c in contracts() if len(sources := c.get("source_modules", [])) == 1}

@@ -29,7 +29,7 @@ def test_flag_beats_environment_beats_config_beats_default(monkeypatch: pytest.M
     assert not Settings({"port": 3})["port"].automatic
 
 
-def test_a_flag_nobody_gave_is_not_a_choice() -> None:
+def test_a_flag_that_was_not_given_does_not_override() -> None:
     assert Settings({"port": None})["port"].automatic
 
 
@@ -38,7 +38,7 @@ def test_a_flag_nobody_gave_is_not_a_choice() -> None:
     ["port = 'many'\n", "kv_type = 'q3'\n", "prot = 1\n", "port = \n", "offline = 'perhaps'\n",
      "power = 0\n", "power = 101\n", "power = 'half'\n", "port = '80%'\n", "port = 65536\n"],
 )  # fmt: skip
-def test_what_is_wrong_in_config_is_said(config: str) -> None:
+def test_errors_in_the_config_are_reported(config: str) -> None:
     write_config(config)
     with pytest.raises(UsageError) as caught:
         Settings()

@@ -16,7 +16,7 @@ STREAM = (
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=8))
-def test_pieces_change_nothing(cuts: list[int]) -> None:
+def test_any_split_of_a_stream_gives_the_same_events(cuts: list[int]) -> None:
     buffer = LineBuffer()
     places = [0, *sorted(cuts), len(STREAM)]
     lines = []

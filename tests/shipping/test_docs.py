@@ -109,12 +109,12 @@ def options_of(command: Any) -> set[str]:
     return {name for p in command.get_params(context) for name in (*p.opts, *p.secondary_opts)}
 
 
-def test_there_is_something_to_check() -> None:
+def test_the_docs_contain_enough_commands_to_check() -> None:
     assert len(LINES) > 150
     assert {line.page for line in LINES} > {"README.md", "docs/guide/start.md", "docs/chat.md"}
 
 
-def test_commands_and_options_that_are_shown_exist() -> None:
+def test_commands_and_options_in_the_docs_exist() -> None:
     wrong = []
     for line in LINES:
         command, rest = command_of(line.words)
@@ -133,7 +133,7 @@ def test_commands_and_options_that_are_shown_exist() -> None:
     assert wrong == []
 
 
-def test_what_can_be_typed_as_it_stands_is_parsed() -> None:
+def test_literal_commands_in_the_docs_are_parsed() -> None:
     wrong = []
     for line in LINES:
         command, rest = command_of(line.words)
@@ -186,7 +186,7 @@ def of_this_machine(line: Line) -> bool:
     [pytest.param(x, marks=[pytest.mark.long] if of_this_machine(x) else []) for x in QUICK],
     ids=str,
 )
-def test_those_that_only_read_answer(
+def test_read_only_commands_in_the_docs_work(
     line: Line, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -217,7 +217,7 @@ def cited_figures() -> Iterator[tuple[str, str]]:
                 yield "docs/guide/ours.md", figure
 
 
-def test_every_figure_beside_a_peer_stands_on_the_page_that_it_is_from() -> None:
+def test_every_figure_compared_with_a_peer_is_in_the_benchmarks() -> None:
     measured = [
         float(number.replace(",", ""))
         for number in NUMBER.findall((ROOT / "docs/benchmarks.md").read_text("utf-8"))

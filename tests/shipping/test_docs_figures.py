@@ -25,7 +25,7 @@ def found(pattern: str, name: str) -> tuple[str, ...]:
     return match.groups()
 
 
-def test_the_gains_of_drafting_are_those_of_the_benchmarks() -> None:
+def test_drafting_gains_in_the_docs_match_the_benchmarks() -> None:
     row = r"copy-edit, one stream, tok/s \(more is better\) \| [\d.]+ \| [\d.]+ \| ([\d.]+)× "
     (copying,) = found(row, "docs/benchmarks.md")
     (prose,) = found(
@@ -40,14 +40,14 @@ def test_the_gains_of_drafting_are_those_of_the_benchmarks() -> None:
     assert found(r"free prose \| [^|]+\| ([\d.]+) ×", "docs/guide/speculation.md") == (prose,)
 
 
-def test_the_trial_of_drafting_is_described_as_it_is() -> None:
+def test_the_docs_describe_the_drafting_trial_correctly() -> None:
     (most,) = found(r"verify 1 to (\d+) tokens", "docs/guide/speculation.md")
     assert int(most) == controller.TRIAL_ROWS[-1]
     (cost,) = found(r"8 rows cost about as much as ([\d.]+) single", "docs/guide/speculation.md")
     assert found(r"eight rows cost about ([\d.]+) single", "docs/drafting.md") == (cost,)
 
 
-def test_the_loops_of_clients_are_the_sum_of_their_table_and_on_one_page() -> None:
+def test_the_number_of_client_loops_is_the_sum_of_its_table_and_on_one_page() -> None:
     complete, tried = found(r"\d{4}-\d\d-\d\d: (\d+) of (\d+) loops complete", "docs/clients.md")
     table = (ROOT / "docs/clients.md").read_text("utf-8").partition("loops complete.")[2]
     rows = re.findall(r"^\|[^|]+\|[^|]+\|[^|]+\| (\d+) of (\d+) \|", table, re.M)
@@ -56,7 +56,7 @@ def test_the_loops_of_clients_are_the_sum_of_their_table_and_on_one_page() -> No
     assert not re.search(r"\d+ of \d+ loops", page("docs/guide/editors.md"))
 
 
-def test_the_programs_of_connect_and_run_are_those_of_the_recipes() -> None:
+def test_the_docs_list_exactly_the_programs_that_connect_and_run_know() -> None:
     (known,) = found(r"`connect` knows (\d+) programs", "docs/guide/editors.md")
     assert int(known) == len(RECIPES)
     (listed,) = found(r"It knows ([^.(]+)\.", "docs/guide/editors.md")

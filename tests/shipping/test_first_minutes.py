@@ -28,9 +28,7 @@ def run(
     )  # fmt: skip
 
 
-def test_where_nothing_can_be_written_a_model_answers_all_the_same(
-    few_layers: Path, tmp_path: Path
-) -> None:
+def test_a_model_answers_on_a_full_or_read_only_disk(few_layers: Path, tmp_path: Path) -> None:
     """This simulates a full or read-only disk, also for root: the folders would be inside a
     file."""
     home = tmp_path / "Größe und Maß"
@@ -50,7 +48,7 @@ def test_where_nothing_can_be_written_a_model_answers_all_the_same(
 @pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("unshare") is None, reason="needs Linux's unshare"
 )
-def test_a_namespace_without_loopback_is_called_one(few_layers: Path) -> None:
+def test_a_network_namespace_without_loopback_is_named_in_the_error(few_layers: Path) -> None:
     apart = ("unshare", "--map-root-user", "--net")
     if subprocess.run([*apart, "true"], capture_output=True).returncode:
         pytest.skip("no user namespaces here")
@@ -118,12 +116,14 @@ def set_up(
 @pytest.mark.parametrize(
     ("pip_says", "told"), SAID, ids=["no index", "a proxy", "a full disk", "a build"]
 )
-def test_setup_tells_the_cause_by_what_pip_says(tmp_path: Path, pip_says: str, told: str) -> None:
+def test_setup_finds_the_cause_in_the_output_of_pip(
+    tmp_path: Path, pip_says: str, told: str
+) -> None:
     assert told in set_up(tmp_path, pip_says=pip_says)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a script of the shell")
-def test_setup_begins_only_where_it_can_end(tmp_path: Path) -> None:
+def test_setup_checks_disk_space_and_compiler_before_it_begins(tmp_path: Path) -> None:
     assert "only 9 MB are free" in set_up(tmp_path / "full", free_kb=9_000)
     assert "a C++ compiler is needed" in set_up(tmp_path / "no compiler", compiler=False)
 
@@ -198,14 +198,14 @@ def test_the_newest_ready_wheel_that_fits_is_found() -> None:
 
 
 @pytest.mark.parametrize("page", ["", "<html>a hotel's network</html>", links("x.whl")])
-def test_an_index_without_a_fitting_wheel_is_said(page: str) -> None:
+def test_an_index_without_a_fitting_wheel_is_reported(page: str) -> None:
     with index(page) as address:
         code, told = looked_up(address)
     assert code == 1
     assert "has no wheel of llama-cpp-python" in told
 
 
-def test_an_index_that_does_not_answer_or_is_not_there_stops_nothing() -> None:
+def test_an_unreachable_or_missing_index_does_not_stop_setup() -> None:
     with index(None) as address:
         code, told = looked_up(address)
     assert (code, "no answer within 3 s" in told or "timed out" in told) == (1, True)
@@ -278,7 +278,7 @@ def test_without_a_ready_wheel_llama_cpp_is_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a script of the shell")
-def test_a_ready_wheel_that_does_not_compute_is_replaced_by_a_compilation(tmp_path: Path) -> None:
+def test_a_ready_wheel_that_computes_wrongly_is_replaced_by_a_compilation(tmp_path: Path) -> None:
     ran, told = commands(tmp_path, version="0.3.37", computes=False)
     assert "the ready wheel does not compute on this machine: Illegal instruction" in told
     assert installs(ran)[0] == "ready"
@@ -289,9 +289,7 @@ def test_a_ready_wheel_that_does_not_compute_is_replaced_by_a_compilation(tmp_pa
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a script of the shell")
 @pytest.mark.parametrize("kind", ["app", "dev"])
-def test_a_build_that_pip_kept_and_that_does_not_compute_is_compiled_anew(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_broken_build_in_pips_cache_is_compiled_again(kind: str, tmp_path: Path) -> None:
     ran, told = commands(tmp_path, computes=False, kind=kind)
     assert "the wheel does not compute on this machine: Illegal instruction" in told
     dropped = next(n for n, line in enumerate(ran) if "cache remove" in line)
@@ -310,7 +308,7 @@ def test_a_build_that_pip_kept_and_that_does_not_compute_is_compiled_anew(
     ],
     ids=["tests", "none wanted", "own flags", "installed"],
 )
-def test_the_index_is_not_asked_where_a_ready_wheel_is_not_wanted(
+def test_the_index_is_not_queried_if_no_ready_wheel_is_wanted(
     kind: str, variables: dict[str, str], tmp_path: Path
 ) -> None:
     ran, _ = commands(tmp_path, version="0.3.37", kind=kind, **variables)

@@ -29,7 +29,7 @@ def test_the_floors_and_the_oldest_constraints_are_the_same() -> None:
     assert (said.returncode, said.stderr) == (0, "")
 
 
-def test_what_differs_is_said(floors: ModuleType) -> None:
+def test_differences_between_floors_and_constraints_are_listed(floors: ModuleType) -> None:
     """Dependencies and extras are compared, without their markers. Two spellings of one version are
     equal."""
     project = """

@@ -34,7 +34,7 @@ def test_every_command_has_a_page_with_its_options(made: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("mandoc"), reason="mandoc is not installed")
-def test_mandoc_has_nothing_to_say_against_the_pages(made: Path) -> None:
+def test_mandoc_reports_no_problem_in_the_man_pages(made: Path) -> None:
     pages = sorted((made / "man1").iterdir())
     said = subprocess.run(
         ["mandoc", "-Tlint", "-W", "warning", *pages], capture_output=True, text=True, check=False
@@ -66,7 +66,7 @@ def test_bash_offers_commands_options_and_files(made: Path) -> None:
 @pytest.mark.parametrize(
     ("shell", "file"), [("zsh", "zsh/_localllm"), ("fish", "fish/localllm.fish")]
 )
-def test_the_other_shells_can_read_theirs(made: Path, shell: str, file: str) -> None:
+def test_other_shells_can_parse_their_completion_files(made: Path, shell: str, file: str) -> None:
     if not shutil.which(shell):
         pytest.skip(f"{shell} is not installed")
     subprocess.run([shell, "-n", made / file], check=True)

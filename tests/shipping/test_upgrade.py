@@ -104,7 +104,7 @@ def chat(programs: Path, home: Path) -> Iterator[Chat]:
             running.process.wait()
 
 
-def test_a_conversation_goes_on_over_an_upgrade(tmp_path: Path) -> None:
+def test_a_conversation_continues_after_an_upgrade(tmp_path: Path) -> None:
     for name in ("old", "new", "tree", "home"):
         (tmp_path / name).mkdir()
     programs = wheels.environment(tmp_path / "env", wheels.built(wheels.ROOT, tmp_path / "old"))

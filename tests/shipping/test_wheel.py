@@ -41,7 +41,9 @@ def used(installed: Path, home: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_a_chat_a_plan_and_the_licences_from_an_empty_home(installed: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_chats_plans_and_lists_licences_with_an_empty_home(
+    installed: Path, tmp_path: Path
+) -> None:
     where = subprocess.run(
         [installed / "python", "-c", "import localllm; print(localllm.__file__)"], cwd=tmp_path,
         capture_output=True, text=True,

@@ -44,7 +44,7 @@ def run(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_the_simulation_hides_what_windows_lacks_from_us_alone() -> None:
+def test_the_windows_simulation_affects_only_our_packages() -> None:
     done = run(
         "-c",
         "import localllm.cli.serve.running as us; import os; print(us.os.name, "
@@ -71,7 +71,7 @@ def test_every_module_can_be_imported() -> None:
         "setup --list",
     ],
 )
-def test_commands_answer(words: str, tmp_path: Path) -> None:
+def test_commands_work_on_simulated_windows(words: str, tmp_path: Path) -> None:
     done = run("-m", "localllm", *words.split())
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
@@ -79,7 +79,7 @@ def test_commands_answer(words: str, tmp_path: Path) -> None:
         assert "LogonTrigger" in done.stdout
 
 
-def test_a_unix_socket_is_refused_in_words() -> None:
+def test_a_unix_socket_is_refused_with_a_message() -> None:
     done = run("-m", "localllm", "serve", "smollm2-135m-instruct", "--unix", "here.sock")
     assert (done.returncode, "has no Unix sockets" in done.stderr) == (2, True), done.stderr
 
@@ -93,7 +93,7 @@ def answers(url: str) -> bool:
 
 
 @pytest.mark.long
-def test_a_chat_and_a_server_with_their_workers(
+def test_a_chat_and_a_server_run_with_workers_on_simulated_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A small model may generate without end, so the context limits it.

@@ -50,7 +50,7 @@ def cells(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_is_read_once(page: Path) -> None:
+def test_sentences_of_a_page_are_short(page: Path) -> None:
     """No sentence has more than 40 words. In guides, half of the sentences have at most 18."""
     counted = {sentence: n_words(sentence) for sentence in sentences(page)}
     assert [sentence for sentence, n in counted.items() if n > 40] == []
@@ -58,7 +58,7 @@ def test_a_page_is_read_once(page: Path) -> None:
     assert page not in (README, *GUIDES) or median(counted.values()) <= 18
 
 
-def test_a_change_is_told_in_two_sentences() -> None:
+def test_a_changelog_entry_has_at_most_two_sentences() -> None:
     entries = re.findall(r"^\* .*(?:\n  .*)*", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
     assert len(entries) > 50
     told = {
@@ -84,13 +84,13 @@ def not_said() -> dict[str, str]:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name != "glossary.md"], ids=lambda page: page.name
 )
-def test_the_fields_words_are_used(page: Path) -> None:
+def test_the_docs_use_the_fields_terms(page: Path) -> None:
     text = " ".join(sentences(page))
     assert len(not_said()) > 10
     assert [word for word in not_said() if re.search(rf"\b{word}\b", text, re.I)] == []
 
 
-def test_every_page_is_two_links_away() -> None:
+def test_every_page_is_at_most_two_links_from_the_readme() -> None:
     """At most one page is between README and any other page, and README is short."""
     assert len(README.read_text("utf-8").splitlines()) <= 90
 
@@ -122,7 +122,7 @@ CODE += [
 
 
 @pytest.mark.parametrize("name", ["architecture.md", "extending.md", "glossary.md"])
-def test_what_is_said_of_the_code_is_there(name: str) -> None:
+def test_files_and_classes_named_in_the_docs_exist(name: str) -> None:
     """Every file, folder and class that a page about the code names exists."""
     told = re.findall(
         r"`([\w./*-]+|[A-Z]\w+(?:\.\w+)?)(?:\(\))?`", (ROOT / "docs" / name).read_text("utf-8")
@@ -153,7 +153,7 @@ def test_what_is_said_of_the_code_is_there(name: str) -> None:
     ] == []
 
 
-def test_what_is_counted_is_counted() -> None:
+def test_counts_in_the_docs_match_the_code() -> None:
     models = catalog.load()
     variants = sum(len(model.variants) for model in models.models)
     assert f"{len(models.models)} models of" in (ROOT / "docs" / "catalog.md").read_text("utf-8")
@@ -182,7 +182,7 @@ def settings_shown() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("where", "block"), [*settings_shown()], ids=lambda part: part if len(part) < 40 else ""
 )
-def test_settings_that_are_shown_are_understood(where: str, block: str) -> None:
+def test_settings_in_the_docs_are_valid(where: str, block: str) -> None:
     # The page shows a hash as dots.
     text = block.replace('"…"', f'"{"0" * 64}"')
     tomllib.loads(text)
@@ -191,7 +191,7 @@ def test_settings_that_are_shown_are_understood(where: str, block: str) -> None:
     assert Settings()["port"].automatic  # read without an error, and no other setting is changed
 
 
-def test_the_table_of_machines_is_what_the_program_says() -> None:
+def test_the_table_of_machines_matches_the_output_of_recommend() -> None:
     """docs/guide/how-it-works.md: `localllm recommend --device NAME -m qwen3-8b:Q4_K_M`."""
     page = (ROOT / "docs" / "guide" / "how-it-works.md").read_text("utf-8")
     row = re.compile(

@@ -21,7 +21,7 @@ def jobs(file: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_every_step_is_something_that_exists(file: Path) -> None:
+def test_every_workflow_step_names_existing_actions_and_files(file: Path) -> None:
     said = file.read_text()
     for target in re.findall(r"\bmake ([a-z-]+)", said):
         assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
@@ -34,7 +34,7 @@ def test_every_step_is_something_that_exists(file: Path) -> None:
         assert all("@" in step["uses"] for step in job["steps"] if "uses" in step), name
 
 
-def test_jobs_on_machines_that_were_not_at_hand_may_fail_and_say_so() -> None:
+def test_jobs_on_untested_machines_may_fail_and_are_marked() -> None:
     ci = ROOT / ".github" / "workflows" / "ci.yml"
     for name in ("metal", "windows"):
         assert jobs(ci)[name]["continue-on-error"] is True
