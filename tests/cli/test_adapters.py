@@ -43,7 +43,7 @@ def planned(model: Path, *lora: object) -> Any:
 @pytest.mark.parametrize(
     "engine", ["gguf", pytest.param("mlx", marks=[pytest.mark.mlx, needs_mlx])]
 )
-def test_the_plan_has_an_adapters_bytes_and_what_is_loaded_is_what_was_named(
+def test_the_plan_counts_an_adapters_bytes_and_the_named_adapter_is_loaded(
     engine: str, tmp_path: Path
 ) -> None:
     if engine == "mlx":
@@ -84,7 +84,9 @@ def _sent(spec: LoadSpec) -> Any:
     ("named", "scale"),
     [("x.gguf", 1.0), ("x.gguf:-2", -2.0), ("x.gguf:.25", 0.25), ("x:a.gguf", 1.0)],
 )
-def test_a_number_behind_a_colon_is_the_scale(base: Path, named: str, scale: float) -> None:
+def test_a_number_after_a_colon_is_the_scale_of_an_adapter(
+    base: Path, named: str, scale: float
+) -> None:
     file = named if named.endswith("gguf") else named.rpartition(":")[0]
     tiny_lora.write(base.parent / file, base)
     [adapter] = planned(base, base.parent / named).options.spec.adapters
@@ -160,7 +162,7 @@ def _stating(**more: Any) -> Callable[[Path, Path], str]:
         (_stating(adapter__alora__invocation_tokens=[1, 2]), "it is an aLoRA"),
     ],
 )
-def test_what_is_no_adapter_of_the_model_is_refused_by_its_header(
+def test_a_gguf_that_is_not_an_adapter_for_the_model_is_refused(
     write: Callable[[Path, Path], str], why: str, base: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedError, match=why) as e:
@@ -171,7 +173,9 @@ def test_what_is_no_adapter_of_the_model_is_refused_by_its_header(
 
 @pytest.mark.mlx
 @needs_mlx
-def test_what_is_no_adapter_of_mlx_lms_is_refused_by_its_folder(base: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_an_mlx_lm_adapter_for_the_model_is_refused(
+    base: Path, tmp_path: Path
+) -> None:
     model = tiny_mlx.write_llama(tmp_path / "model")
     full, peft = ({"fine_tune_type": "full"}, {"peft_type": "LORA"})
     refused = {
@@ -185,7 +189,7 @@ def test_what_is_no_adapter_of_mlx_lms_is_refused_by_its_folder(base: Path, tmp_
             planned(model, path)
 
 
-def test_embedding_models_take_none(tmp_path: Path, base: Path) -> None:
+def test_adapters_are_refused_for_embedding_models(tmp_path: Path, base: Path) -> None:
     vectors = write_bert(tmp_path / "vectors.gguf")
     with pytest.raises(UnsupportedError, match="generates embeddings, but adapters work only"):
         planned(vectors, tiny_lora.write(tmp_path / "laid.gguf", base))

@@ -41,7 +41,7 @@ OLD = {
 }  # fmt: skip
 
 
-def test_a_record_of_before_is_a_measurement_at_one_depth(tmp_path: Path) -> None:
+def test_a_record_of_an_earlier_version_is_a_measurement_at_one_depth(tmp_path: Path) -> None:
     file = tmp_path / "measurements.json"
     file.write_text(json.dumps({"runs": [OLD]}))
     (run,) = measurements.for_planner(measurements.load(file), "two cores", MODELS)
@@ -58,7 +58,7 @@ def test_a_record_with_both_depths_is_kept_and_read_back(tmp_path: Path) -> None
     assert run.decoded == ((48, 116.8), (512, 97.9))
 
 
-def test_each_figure_says_of_how_long_a_context_it_is() -> None:
+def test_each_figure_is_shown_with_the_length_of_its_context() -> None:
     """Each figure is shown with the length of its context.
 
     An earlier label, `empty` under `decode`, did not say what was empty and how full the other
@@ -78,7 +78,7 @@ def test_each_figure_says_of_how_long_a_context_it_is() -> None:
 
 
 @given(st.lists(st.floats(20, 100), min_size=3, max_size=8))
-def test_a_slow_round_more_changes_nothing_and_a_lucky_one_does_not_decide(
+def test_one_more_slow_round_does_not_change_the_result_and_one_fast_round_does_not_set_it(
     rates: list[float],
 ) -> None:
     found = second_fastest(rates)
@@ -87,7 +87,7 @@ def test_a_slow_round_more_changes_nothing_and_a_lucky_one_does_not_decide(
     assert second_fastest(rates[:3]) == sorted(rates[:3])[1]
 
 
-def test_the_prediction_knows_what_another_model_taught(
+def test_a_measurement_of_one_model_improves_the_prediction_for_another(
     few_layers: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -173,7 +173,7 @@ def test_a_run_is_shared_as_one_row_without_names_and_paths(
     assert "not sent anywhere" in done.stderr
 
 
-def test_what_says_nothing_of_the_machine_is_not_shared(few_layers: Path) -> None:
+def test_share_is_refused_for_results_that_do_not_describe_the_machine(few_layers: Path) -> None:
     both = ["--share", "--against", "http://127.0.0.1:9"]
     assert "--share and --against can't be combined" in str(CliRunner().invoke(app, both).exception)
     earlier = ["--share", "--compare", "run.json"]

@@ -63,13 +63,13 @@ def kv_files() -> list[Path]:
     return sorted(paths.prefixes_dir().glob("*/*.kv"))
 
 
-def test_an_empty_cache_says_so() -> None:
+def test_an_empty_cache_is_reported_as_empty() -> None:
     assert said()["models"] == []
     assert "no prefix is stored yet" in CliRunner().invoke(app, ["cache"]).stdout
     assert said("clear") == {"removed_files": 0, "freed_bytes": 0, "left_files": 0}
 
 
-def test_files_bytes_and_what_was_written_are_said_per_model(
+def test_files_bytes_and_bytes_written_today_are_listed_per_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOCALLLM_CACHE_DISK_DAILY_GB", "3")
@@ -94,14 +94,14 @@ def test_files_bytes_and_what_was_written_are_said_per_model(
     assert "of 3.0 GB a day" in shown
 
 
-def test_a_used_up_day_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_used_up_daily_limit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     filled("alpha")
     monkeypatch.setenv("LOCALLLM_CACHE_DISK_DAILY_GB", "0.000001")
     assert said()["daily_limit_used_up"]
     assert "stay in memory until tomorrow" in CliRunner().invoke(app, ["cache"]).stdout
 
 
-def test_nobody_at_the_terminal_means_nothing_is_removed() -> None:
+def test_clear_without_a_terminal_requires_yes() -> None:
     filled("alpha")
     before = kv_files()
     result = CliRunner().invoke(app, ["cache", "clear"])
@@ -110,7 +110,7 @@ def test_nobody_at_the_terminal_means_nothing_is_removed() -> None:
     assert kv_files() == before
 
 
-def test_whoever_is_asked_may_say_no(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_declined_confirmation_removes_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     filled("alpha")
     before, asked = kv_files(), []
     monkeypatch.setattr(cache, "confirmed", lambda question: asked.append(question))
@@ -133,7 +133,7 @@ def test_one_models_prefixes_can_be_cleared() -> None:
     assert body["written_today_bytes"] > body["bytes"], "what was written today stays counted"
 
 
-def test_a_folder_that_does_not_say_whose_it_is_goes_by_its_own_name() -> None:
+def test_a_folder_without_a_model_name_is_listed_by_its_own_name() -> None:
     filled("")
     (folder,) = paths.prefixes_dir().iterdir()
     assert said()["models"][0]["model"] is None
@@ -142,7 +142,7 @@ def test_a_folder_that_does_not_say_whose_it_is_goes_by_its_own_name() -> None:
 
 
 @pytest.mark.parametrize("whole_folder", [False, True])
-def test_clearing_under_a_running_engine_costs_a_prefill_and_nothing_else(
+def test_clearing_the_cache_of_a_running_engine_costs_only_one_prefill(
     whole_folder: bool,
 ) -> None:
     filled("alpha")
@@ -163,7 +163,7 @@ def test_clearing_under_a_running_engine_costs_a_prefill_and_nothing_else(
     assert "alpha" in [m["model"] for m in said()["models"]]
 
 
-def test_half_written_files_are_cleared_too() -> None:
+def test_partially_written_files_are_cleared_too() -> None:
     filled("alpha")
     (folder,) = paths.prefixes_dir().iterdir()
     (folder / "half.part").write_bytes(b"x" * 100)
@@ -172,7 +172,7 @@ def test_half_written_files_are_cleared_too() -> None:
     assert not list(folder.glob("*.part"))
 
 
-def test_what_can_not_be_removed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_removed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     filled("alpha")
 
     def refuse(path: Path, missing_ok: bool = False) -> None:

@@ -25,7 +25,9 @@ os.execv(sys.executable, [sys.executable, "-m", "localllm", *{words}])
 @pytest.mark.skipif(os.name == "nt", reason="execv returns at once there")
 @pytest.mark.parametrize("words", [["--version"], ["models", "list"], ["catalog", "--help"]])
 @pytest.mark.parametrize("closed", [[1], [0, 1], [0, 1, 2]])
-def test_a_command_ends_without_an_error(words: list[str], closed: list[int]) -> None:
+def test_a_command_without_standard_streams_ends_without_an_error(
+    words: list[str], closed: list[int]
+) -> None:
     code = CODE.format(closed=closed, words=words)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -96,7 +98,7 @@ def test_a_file_on_a_full_disk_is_named(
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("closed", [[], [1], [0, 1]])
-def test_a_server_serves_on_a_full_disk_and_without_output(
+def test_a_server_runs_with_output_to_a_full_disk_or_without_output(
     closed: list[int], tiny_model: Path
 ) -> None:
     code = CODE.format(closed=closed, words=SERVE.replace("MODEL", str(tiny_model)).split())

@@ -33,11 +33,11 @@ def completed(words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "offered"), [("localllm rec", "recommend"), ("localllm chat --att", "--attach")]
 )
-def test_commands_and_options(words: str, offered: str) -> None:
+def test_commands_and_options_are_completed(words: str, offered: str) -> None:
     assert completed(words) == [offered]
 
 
-def test_names_of_models_on_this_disk(tiny_model: Path, tmp_path: Path) -> None:
+def test_names_of_installed_models_are_completed(tiny_model: Path, tmp_path: Path) -> None:
     library = tmp_path / "library"
     library.mkdir()
     shutil.copy(tiny_model, library / "Zebra.gguf")

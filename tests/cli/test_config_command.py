@@ -16,7 +16,7 @@ from localllm.errors import UsageError
 from localllm.settings import Settings, mistyped
 
 
-def test_config_says_where_each_value_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_shows_the_source_of_each_value(monkeypatch: pytest.MonkeyPatch) -> None:
     file = paths.private_dir(paths.config_dir()) / "config.toml"
     file.write_text('port = 4000\napi_key = "s3cret"\n')
     monkeypatch.setenv("LOCALLLM_PARALLEL", "3")
@@ -82,7 +82,9 @@ def test_config_set_and_unset_change_one_line_and_leave_comments_alone() -> None
         (["unset", "nothing_like_it"], "there is no setting"),
     ],
 )
-def test_config_set_refuses_what_could_not_be_read_again(words: list[str], said: str) -> None:
+def test_config_set_refuses_a_value_that_could_not_be_read_back(
+    words: list[str], said: str
+) -> None:
     result = CliRunner().invoke(app, ["config", *words])
     assert isinstance(result.exception, UsageError)
     assert said in f"{result.exception.message} {result.exception.hint}"
@@ -109,7 +111,7 @@ def test_a_size_that_is_no_size_is_refused_by_name(
         Settings()
 
 
-def test_a_mistyped_variable_is_said_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_mistyped_setting_variable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALLLM_PARALELL", "3")
     monkeypatch.setenv("LOCALLLM_SOMETHING_OF_MINE", "3")
     assert mistyped() == [
@@ -123,7 +125,7 @@ def test_an_empty_question_is_an_error_before_anything_is_loaded() -> None:
     assert "empty" in result.exception.message
 
 
-def test_ls_is_the_list_of_models() -> None:
+def test_ls_prints_the_list_of_models() -> None:
     run = CliRunner()
     assert (
         run.invoke(app, ["ls", "--json"]).stdout

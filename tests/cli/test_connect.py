@@ -64,7 +64,7 @@ def test_every_recipe_names_the_server_and_the_model(name: str, tmp_path: Path) 
     assert all(f.path.is_relative_to(tmp_path) for f in recipe.files)
 
 
-def test_continue_gets_a_role_for_every_model_that_is_served(tmp_path: Path) -> None:
+def test_the_recipe_for_continue_has_a_role_for_every_served_model(tmp_path: Path) -> None:
     def text(target: ClientTarget) -> str:
         (file,) = RECIPES["continue"](target, tmp_path).files
         return file.text or ""
@@ -87,7 +87,7 @@ HOSTILE = (
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_printed_for_a_shell_is_words_of_that_shell(name: str, tmp_path: Path) -> None:
+def test_output_for_a_shell_is_quoted_for_that_shell(name: str, tmp_path: Path) -> None:
     """Output for a shell is valid for that shell: every model name is quoted correctly.
 
     This covers variables and commands.
@@ -114,7 +114,7 @@ def test_what_is_printed_for_a_shell_is_words_of_that_shell(name: str, tmp_path:
             assert re.sub(rf"([{_QUOTES}])\1", r"\1", inner[1]) == v
 
 
-def test_a_name_that_a_terminal_would_obey_is_refused() -> None:
+def test_a_model_name_with_control_characters_is_refused() -> None:
     for hidden in ("a\nexport PATH=/x", "a\x1b[2J", "a\u202eb", "a\u2028b"):
         with running_server({hidden: ScriptedEngine()}) as server:
             with pytest.raises(LocalLLMError, match="control characters") as refused:
@@ -122,7 +122,7 @@ def test_a_name_that_a_terminal_would_obey_is_refused() -> None:
             assert hidden not in str(refused.value)
 
 
-def test_the_target_is_asked_of_the_server() -> None:
+def test_the_target_comes_from_the_server() -> None:
     fim = ScriptedEngine(fim_tokens={"pre": 1, "suf": 2, "mid": 3})
     models = [
         ServedModel("bert", ScriptedEngine(), embeds=True),
@@ -156,7 +156,7 @@ def test_codex_gets_a_profile_file_that_is_toml(tmp_path: Path) -> None:
         assert said.stdout.strip() == (key or "local")
 
 
-def test_writing_keeps_what_was_there_and_a_backup(tmp_path: Path) -> None:
+def test_writing_a_file_keeps_other_settings_and_a_backup(tmp_path: Path) -> None:
     (file,) = RECIPES["zed"](TARGET, tmp_path).files
     file.path.parent.mkdir(parents=True)
     file.path.write_text('{"theme": "One", "language_models": {"openai": {"x": 1}}}')
@@ -171,7 +171,9 @@ def test_writing_keeps_what_was_there_and_a_backup(tmp_path: Path) -> None:
     assert file.path.stat().st_mode & 0o077 == 0
 
 
-def test_a_link_is_written_through_and_its_backup_is_beside_the_target(tmp_path: Path) -> None:
+def test_a_symbolic_link_is_followed_and_the_backup_is_in_the_targets_folder(
+    tmp_path: Path,
+) -> None:
     (file,) = RECIPES["zed"](TARGET, tmp_path).files
     target = tmp_path / "dotfiles" / "zed.json"
     target.parent.mkdir()
@@ -184,7 +186,7 @@ def test_a_link_is_written_through_and_its_backup_is_beside_the_target(tmp_path:
     assert len(list(target.parent.glob("*.bak"))) == 1
 
 
-def test_a_list_keeps_the_entries_of_others(tmp_path: Path) -> None:
+def test_a_list_in_a_file_keeps_the_entries_of_other_programs(tmp_path: Path) -> None:
     (file,) = RECIPES["vscode"](TARGET, tmp_path).files
     file.path.parent.mkdir(parents=True)
     file.path.write_text('[{"name": "other"}, {"name": "localllm", "old": true}]')
@@ -196,7 +198,7 @@ def test_a_list_keeps_the_entries_of_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("old", ['{\n  // mine\n  "a": 1\n}', "{broken"])
-def test_a_file_with_comments_is_left_alone(tmp_path: Path, old: str) -> None:
+def test_a_file_with_comments_is_not_changed(tmp_path: Path, old: str) -> None:
     (file,) = RECIPES["zed"](TARGET, tmp_path).files
     file.path.parent.mkdir(parents=True)
     file.path.write_text(old)
@@ -205,7 +207,7 @@ def test_a_file_with_comments_is_left_alone(tmp_path: Path, old: str) -> None:
     assert file.path.read_text() == old
 
 
-def test_a_yaml_file_that_exists_is_left_alone(tmp_path: Path) -> None:
+def test_an_existing_yaml_file_is_not_changed(tmp_path: Path) -> None:
     file = ConfigFile(tmp_path / "config.yaml", text="ours: 1\n")
     file.path.write_text("theirs: 1\n")
     with pytest.raises(UsageError, match="exists"):
@@ -231,7 +233,7 @@ def test_checks_make_the_editors_calls(capsys: pytest.CaptureFixture[str]) -> No
 # With a fault, the model fails at the tool's result.
 @pytest.mark.parametrize("probe", ["tools", "responses", "anthropic", "ollama"])
 @pytest.mark.parametrize("fault", ["", "second"])
-def test_a_check_is_a_whole_tool_loop(
+def test_a_check_runs_a_complete_tool_loop(
     probe: Probe, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def script(request: Request) -> list[Any]:
@@ -255,7 +257,7 @@ def test_a_check_is_a_whole_tool_loop(
     )
 
 
-def test_claude_code_gets_every_model_and_the_window(tmp_path: Path) -> None:
+def test_claude_code_gets_every_model_and_the_context_length(tmp_path: Path) -> None:
     small = RECIPES["claude"](TARGET, tmp_path).environment
     assert {small[f"ANTHROPIC_DEFAULT_{size}_MODEL"] for size in ("HAIKU", "SONNET", "OPUS")} == {
         "tiny"
@@ -270,7 +272,7 @@ def test_claude_code_gets_every_model_and_the_window(tmp_path: Path) -> None:
     assert large["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "131072"
 
 
-def test_a_context_that_a_program_s_own_prompt_does_not_fit_is_warned_of(
+def test_a_context_too_small_for_the_clients_own_prompt_causes_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def warned(n_ctx: int, max_context: int = 0) -> str:
@@ -290,7 +292,7 @@ def test_a_program_s_own_name_finds_its_recipe(name: str, tmp_path: Path) -> Non
     assert recipe_named(name)(TARGET, tmp_path).name.lower().replace(" ", "-") == name.lower()
 
 
-def test_the_versions_that_recipes_were_checked_with_are_those_that_are_run(tmp_path: Path) -> None:
+def test_recipes_name_the_client_versions_that_the_benchmark_runs(tmp_path: Path) -> None:
     pinned = {a.recipe: a.version for a in AGENTS if a.recipe}
     measured = {name: recipe_of(TARGET, tmp_path).checked for name, recipe_of in RECIPES.items()}
     checked = {name: version for name, version in measured.items() if version}
@@ -298,7 +300,7 @@ def test_the_versions_that_recipes_were_checked_with_are_those_that_are_run(tmp_
     assert checked.items() <= pinned.items()
 
 
-def test_what_was_not_checked_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_that_was_not_checked_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with running_server({"tiny": ScriptedEngine()}) as server:
         connect("goose", None, server.url, None, False, False)
         assert "not checked here" in capsys.readouterr().err
@@ -306,7 +308,7 @@ def test_what_was_not_checked_is_said(capsys: pytest.CaptureFixture[str]) -> Non
         assert "not checked here" not in capsys.readouterr().err
 
 
-def test_the_key_that_the_server_made_up_and_keeps_is_used(
+def test_the_stored_key_that_the_server_generated_is_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     engine = ScriptedEngine(script=lambda r: ['{"text": "x"}'] if grammar_of(r) else ["Hi there"])
@@ -328,14 +330,14 @@ def test_the_key_that_the_server_made_up_and_keeps_is_used(
         assert kept_key() not in capsys.readouterr().out, "a server that asks for none needs none"
 
 
-def test_without_a_kept_key_none_is_made_up() -> None:
+def test_no_key_is_generated_if_none_is_stored() -> None:
     with running_server({"tiny": ScriptedEngine()}, api_key="mine") as server:
         with pytest.raises(UsageError, match="requires a key"):
             connect("zed", None, server.url, None, False, False)
         assert not key_path().exists()
 
 
-def test_no_server_is_said_so() -> None:
+def test_a_server_that_does_not_answer_is_an_error() -> None:
     with pytest.raises(ServerUnreachableError, match="no server answers"):
         connect("zed", None, "http://127.0.0.1:9", None, False, False)
 
@@ -353,7 +355,7 @@ def test_the_running_server_is_found_on_any_port(
 
 
 @pytest.mark.parametrize("name", ["continue", "mistral-vibe", "opencode", "qwen"])
-def test_its_own_file_is_written_again_for_another_context(
+def test_our_own_file_is_rewritten_for_another_context(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for n_ctx in (65_536, 4096):
@@ -367,7 +369,7 @@ def test_its_own_file_is_written_again_for_another_context(
             assert file.text in (None, file.path.read_text())
 
 
-def test_a_file_of_the_user_s_own_is_not_replaced(tmp_path: Path) -> None:
+def test_a_file_written_by_the_user_is_not_replaced(tmp_path: Path) -> None:
     (file,) = RECIPES["continue"](TARGET, tmp_path).files
     file.path.parent.mkdir(parents=True)
     file.path.write_text("name: mine\n")
@@ -376,7 +378,7 @@ def test_a_file_of_the_user_s_own_is_not_replaced(tmp_path: Path) -> None:
         write_file(file)
 
 
-def test_a_shell_with_variables_for_another_context_is_told(
+def test_a_shell_with_variables_for_another_context_causes_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CLAUDE_CODE_MAX_CONTEXT_TOKENS", "65536")

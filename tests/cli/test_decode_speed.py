@@ -29,18 +29,18 @@ from support.scripted_engine import ScriptedEngine
 USUAL = {"0": 0.010, "128": 0.011}
 
 
-def test_a_fifth_slower_is_slower_and_less_is_not() -> None:
+def test_only_a_slowdown_of_at_least_20_percent_causes_a_notice() -> None:
     assert notice("m", {"0": 0.0115, "128": 0.0125}, USUAL) == ""
     text = notice("m", {"0": 0.0126, "128": 0.0138}, USUAL)
     assert text == "m is slower than before on this machine: 72.5 tok/s instead of the usual 90.9"
 
 
-def test_without_a_start_at_these_depths_nothing_is_said() -> None:
+def test_no_notice_without_an_earlier_start_at_the_same_depths() -> None:
     assert notice("m", {"0": 1.0}, {}) == ""
     assert notice("m", {"4096": 1.0}, USUAL) == ""
 
 
-def test_a_slow_start_is_no_yardstick_before_it_comes_twice() -> None:
+def test_a_slow_start_becomes_the_usual_speed_only_after_a_second_one() -> None:
     starts = [0.010, 0.020, 0.010, 0.020, 0.021, 0.020]
     assert [bool(compare("m", "m", {"0": step_s})) for step_s in starts] == [
         False,
@@ -53,19 +53,19 @@ def test_a_slow_start_is_no_yardstick_before_it_comes_twice() -> None:
 
 
 @given(st.integers(0, 200_000), st.integers(0, 200_000))
-def test_depths_of_one_bin_are_near_each_other(a: int, b: int) -> None:
+def test_depths_in_one_bin_are_close(a: int, b: int) -> None:
     if depth_bin(a) == depth_bin(b):
         assert abs(a - b) < 128 or max(a, b) / min(a, b) < 2 ** (1 / 8) + 0.01
 
 
-def test_of_a_depth_the_faster_half_counts() -> None:
+def test_the_faster_half_of_the_steps_at_a_depth_counts() -> None:
     assert steps_of([[10, 0.03], [20, 0.01], [100, 0.011], [300, 0.02]]) == {
         "0": 0.011,
         "256": 0.02,
     }
 
 
-def test_what_was_usual_is_kept_and_a_damaged_file_is_none() -> None:
+def test_usual_speeds_are_stored_and_a_damaged_file_is_ignored() -> None:
     for i in range(100):
         compare(f"m{i}", "m", {"0": 0.01})
     compare("m99", "m", {"128": 0.02})
@@ -135,7 +135,7 @@ _COMPUTING = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: su
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_twenty_starts_beside_other_programs_raise_no_false_notice(smollm2: Path) -> None:
+def test_twenty_starts_under_load_of_other_programs_cause_no_false_notice(smollm2: Path) -> None:
     """Load from other programs causes no false notice.
 
     One to four programs compute all the time, on any number of cores. Their share is not counted
@@ -167,7 +167,7 @@ class _Measured(ScriptedEngine):
         return {"pace": {"spans": [[64, self.step_s]] * 8, "disturbed": 0}}
 
 
-def test_each_start_is_compared_once_and_said_where_people_look() -> None:
+def test_each_start_is_compared_once_and_a_slow_one_is_reported() -> None:
     async def go() -> list[str]:
         said: list[str] = []
         for step_s in (0.010, 0.011, 0.030):

@@ -11,7 +11,7 @@ from localllm.device.ggml import GgmlBuild
 from localllm.library import starter
 
 
-def test_a_token_is_computed_on_the_processor() -> None:
+def test_doctor_computes_a_token_on_the_cpu() -> None:
     llamacpp, *mlx = token_checks(GgmlBuild(folder=""))
     assert (llamacpp.status, llamacpp.name) == ("ok", "llama.cpp token")
     assert "tok/s" in llamacpp.message

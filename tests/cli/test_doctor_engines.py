@@ -25,7 +25,7 @@ def local(tmp_path: Path) -> LocalModel:
     return resolve(str(tiny_mlx.write_llama(tmp_path / "secret-name")))
 
 
-def test_the_report_covers_text_states_a_burst_kv_types_a_restart_and_memory(
+def test_the_report_covers_text_kv_state_a_burst_kv_types_a_restart_and_memory(
     local: LocalModel,
 ) -> None:
     test = doctor_engines.examine_engine(MLX, local)

@@ -54,7 +54,7 @@ def test_a_faulty_file_is_an_error_with_its_fix(exact: Path, tmp_path: Path) -> 
     assert found["bos"]["fix"]
 
 
-def test_a_model_takes_no_options_of_the_machine(exact: Path) -> None:
+def test_options_of_the_machine_are_refused_for_a_model(exact: Path) -> None:
     result = CliRunner().invoke(app, [str(exact), "--accelerator"])
     assert isinstance(result.exception, UsageError)
     assert "only that model" in result.exception.message

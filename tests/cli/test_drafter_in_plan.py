@@ -25,7 +25,9 @@ from support.pictures import needs_mlx_vlm
 
 
 @pytest.mark.parametrize("context", [None, 2048])
-def test_a_named_drafter_is_counted_in_what_is_launched(smollm2: Path, context: int | None) -> None:
+def test_a_named_drafter_is_counted_in_the_memory_of_the_worker(
+    smollm2: Path, context: int | None
+) -> None:
     alone = load_plan_named(str(smollm2), Settings({"context": context, "draft": "off"}))
     drafted = load_plan_named(str(smollm2), Settings({"context": context, "draft": str(smollm2)}))
     assert alone.plan is not None
@@ -36,7 +38,7 @@ def test_a_named_drafter_is_counted_in_what_is_launched(smollm2: Path, context: 
     assert drafted.needs_bytes - alone.needs_bytes == drafted.plan.memory.draft_bytes
 
 
-def test_what_is_loaded_is_what_was_planned(smollm2: Path) -> None:
+def test_the_loaded_settings_equal_the_planned_ones(smollm2: Path) -> None:
     load = load_plan_named(
         str(smollm2), Settings({"context": 4096, "kv_type": "q8_0", "parallel": 3})
     )
@@ -59,9 +61,7 @@ def test_what_is_loaded_is_what_was_planned(smollm2: Path) -> None:
         backend.close()
 
 
-def test_a_file_that_cannot_be_planned_is_loaded_with_what_was_chosen_and_the_backends_defaults() -> (
-    None
-):
+def test_a_file_that_cannot_be_planned_is_loaded_with_the_chosen_and_default_settings() -> None:
     chosen = Settings({"context": 4096, "kv_type": "q8_0", "parallel": 3, "draft": "mtp"})
     spec = load_spec("m.gguf", run_settings(None, chosen), n_threads=2)
     assert (spec.n_ctx, spec.n_seq_max, spec.n_batch, spec.n_outputs, spec.n_threads) == (
@@ -81,7 +81,7 @@ def test_a_file_that_cannot_be_planned_is_loaded_with_what_was_chosen_and_the_ba
     assert (plain.n_ctx, plain.kv_type_k, plain.mtp) == (0, "f16", False)
 
 
-def test_a_trained_drafter_beside_the_model_is_found_counted_and_loaded(tmp_path: Path) -> None:
+def test_a_trained_drafter_next_to_the_model_is_found_counted_and_loaded(tmp_path: Path) -> None:
     path = tiny_drafters.write_target(tmp_path / "tiny-f32.gguf", layers=40)
     alone = load_plan_named(str(path), Settings({"context": 2048}))
     drafter = tiny_drafters.write_eagle3(tmp_path / "tiny-eagle3-f32.gguf", own=False)
@@ -108,7 +108,7 @@ def test_a_trained_drafter_beside_the_model_is_found_counted_and_loaded(tmp_path
         assert load_plan_named(str(path), Settings({"draft": off})).options.spec.drafter == ""
 
 
-def test_one_found_that_does_not_fit_is_left_out_and_one_named_is_refused(tmp_path: Path) -> None:
+def test_an_unsuitable_drafter_is_skipped_if_found_and_refused_if_named(tmp_path: Path) -> None:
     path = tiny_drafters.write_target(tmp_path / "tiny-f32.gguf", layers=40)
     wide = tiny_drafters.write_eagle3(tmp_path / "tiny-eagle3-f32.gguf", width=96)
     assert load_plan_named(str(path), Settings({"context": 2048})).options.spec.drafter == ""
@@ -204,7 +204,7 @@ def test_heads_in_an_mlx_folder_are_loaded_by_name_and_planned(
     assert named.needs_bytes > alone.needs_bytes
 
 
-def test_an_assistant_is_counted_and_loaded_by_its_path(tmp_path: Path) -> None:
+def test_an_assistant_drafter_is_counted_and_loaded_by_its_path(tmp_path: Path) -> None:
     target = tiny_drafters.write_gemma4(tmp_path / "g4.gguf")
     fits, wide = (tiny_drafters.write_assistant(tmp_path / f"{w}.gguf", width=w) for w in (64, 96))
     load = load_plan_named(str(target), Settings({"context": 1024, "draft": str(fits)}))
@@ -215,7 +215,7 @@ def test_an_assistant_is_counted_and_loaded_by_its_path(tmp_path: Path) -> None:
         load_plan_named(str(target), Settings({"context": 1024, "draft": str(wide)}))
 
 
-def test_heads_that_take_something_away_or_cannot_run_are_left_out(
+def test_draft_heads_that_disable_a_feature_or_cannot_run_are_left_out(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # KV of windows and states is stored in blocks only without drafting, as agents and several

@@ -24,7 +24,7 @@ def a_4090_under_a_build_for_the_processor(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("a_4090_under_a_build_for_the_processor")
-def test_plans_are_for_the_processor_and_say_what_a_cuda_build_would_give() -> None:
+def test_plans_are_for_the_cpu_and_give_the_speed_of_a_cuda_build() -> None:
     device = detection.detect()
     assert device.accelerator == "cpu"
     assert detection.hardware().accelerator == "cuda"
@@ -38,7 +38,7 @@ def test_plans_are_for_the_processor_and_say_what_a_cuda_build_would_give() -> N
 
 
 @pytest.mark.usefixtures("a_4090_under_a_build_for_the_processor")
-def test_device_shows_the_gpu_the_builds_devices_and_the_difference() -> None:
+def test_device_shows_that_the_gpu_is_unused_and_the_speed_of_a_cuda_build() -> None:
     result = RUNNER.invoke(app, ["device"])
     assert "RTX 4090" in result.output
     assert "is not used" in result.output
@@ -46,7 +46,7 @@ def test_device_shows_the_gpu_the_builds_devices_and_the_difference() -> None:
     assert re.search(r"with a CUDA build .* tok/s", result.output)
 
 
-def test_a_named_machine_is_not_held_against_what_is_installed_here() -> None:
+def test_a_named_machine_is_not_compared_with_the_build_installed_here() -> None:
     result = RUNNER.invoke(app, ["recommend", "--device", "rtx 4090"])
     assert "localllm setup" not in result.output
     assert "llama.cpp" not in RUNNER.invoke(app, ["device", "--device", "rtx 4090"]).output

@@ -81,7 +81,7 @@ def load(model: Path, observer: EngineFallback | None) -> int:
     return asyncio.run(loaded())
 
 
-def test_the_model_is_loaded_by_the_last_good_engine(
+def test_a_failing_engine_is_replaced_by_the_last_good_one(
     engine: str, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert load(tiny_model, EngineFallback()) == 1
@@ -92,7 +92,7 @@ def test_the_model_is_loaded_by_the_last_good_engine(
     assert "; own runs now" in said
 
 
-def test_without_an_observer_the_error_is_raised(engine: str, tiny_model: Path) -> None:
+def test_a_failing_engine_is_not_replaced_without_a_fallback(engine: str, tiny_model: Path) -> None:
     with pytest.raises(WorkerDiedError, match="ended while loading"):
         load(tiny_model, None)
     assert builds.chosen() == engine
@@ -118,7 +118,7 @@ def test_an_engine_whose_library_cannot_be_loaded_is_replaced_at_once(
     assert "libllama.so" in builds.named(engine).fault
 
 
-def test_a_load_that_succeeds_starts_the_count_again(engine: str) -> None:
+def test_a_successful_load_resets_the_count_of_failures(engine: str) -> None:
     fallback = EngineFallback()
     assert fallback.died()
     fallback.loaded()

@@ -42,7 +42,7 @@ def port(server: ScriptedServer) -> int:
     return int(server.base_url.rpartition(":")[2].removesuffix("/v1"))
 
 
-def test_a_server_is_found_while_it_runs_and_no_longer() -> None:
+def test_a_server_is_found_only_while_it_runs() -> None:
     with ScriptedServer(models=MODELS) as server:
         assert engines.local_server("idle", None) is None
         with running.published(ServerSettings().secured(), port(server)):
@@ -66,7 +66,7 @@ def test_a_server_is_found_while_it_runs_and_no_longer() -> None:
         assert list(running.folder().iterdir()) == []
 
 
-def test_what_it_tells_is_private_and_holds_no_key() -> None:
+def test_the_file_of_a_running_server_is_private_and_contains_no_key() -> None:
     secured = ServerSettings(host="0.0.0.0", port=1).secured()
     with running.published(secured, 4711):
         (file,) = running.folder().iterdir()
@@ -79,7 +79,7 @@ def test_what_it_tells_is_private_and_holds_no_key() -> None:
         assert running.running() == []
 
 
-def test_what_a_dead_server_left_is_removed_and_another_of_its_number_is_not_taken_for_it() -> None:
+def test_the_file_of_a_dead_server_is_removed_even_if_its_pid_was_reused() -> None:
     with running.published(ServerSettings().secured(), 1):
         (file,) = running.folder().iterdir()
         told = json.loads(file.read_text())
@@ -99,12 +99,12 @@ def test_what_a_dead_server_left_is_removed_and_another_of_its_number_is_not_tak
         assert not later.exists()
 
 
-def test_a_server_that_does_not_answer_is_passed_over() -> None:
+def test_a_local_server_that_does_not_answer_is_skipped() -> None:
     with running.published(ServerSettings().secured(), 9):
         assert engines.local_server(None, None) is None
 
 
-def test_the_kept_key_goes_to_our_own_server_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stored_key_is_sent_only_to_our_own_server(monkeypatch: pytest.MonkeyPatch) -> None:
     key = kept_key()
     with ScriptedServer(models=MODELS, api_key=key) as server:
         with pytest.raises(UsageError, match="requires a key"):
@@ -121,7 +121,7 @@ def test_the_kept_key_goes_to_our_own_server_alone(monkeypatch: pytest.MonkeyPat
         assert engines.at(server.base_url, "idle", None).api_key == key
 
 
-def test_an_address_that_is_named_answers_or_the_reason_is_said() -> None:
+def test_a_named_address_is_used_or_causes_an_error_with_the_reason() -> None:
     with ScriptedServer(models=MODELS) as server:
         bare = server.base_url.removesuffix("/v1").removeprefix("http://")
         assert engines.at(bare, None, None).model == "busy"
@@ -131,7 +131,7 @@ def test_an_address_that_is_named_answers_or_the_reason_is_said() -> None:
         engines.at(server.base_url, None, None)
 
 
-def test_own_and_a_model_loaded_otherwise_need_an_engine_of_ones_own(
+def test_a_chat_starts_its_own_engine_for_own_or_for_different_settings(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Path
 ) -> None:
     models = [{"id": tiny_model.stem, "status": {"value": "loaded"}}]
@@ -160,9 +160,7 @@ def test_flags_that_contradict_each_other_are_refused() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no AF_UNIX in Python")
-def test_serve_tells_of_itself_on_a_socket_too_and_a_chat_is_answered_by_it(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_chat_finds_and_uses_a_server_on_a_unix_socket(tiny_model: Path, tmp_path: Path) -> None:
     path = Path("/tmp") / f"ll-{os.getpid()}.sock"
     command = [sys.executable, "-m", "localllm"]
     serve = subprocess.Popen(

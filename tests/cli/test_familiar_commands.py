@@ -25,7 +25,7 @@ def ran(*words: str) -> int:
         (["help", "pull"], ["pull", "--help"]),
     ],
 )
-def test_a_familiar_command_does_the_same_as_ours(
+def test_a_command_of_another_program_does_the_same_as_ours(
     words: list[str], ours: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ran(*words) == 0
@@ -53,7 +53,7 @@ def test_version_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("search", "localllm recommend"),
     ],
 )
-def test_a_command_without_an_equal_names_those_that_help(
+def test_an_unknown_command_of_another_program_is_answered_with_our_commands(
     word: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ran(word) == 2
@@ -109,7 +109,7 @@ def test_a_relative_home_is_refused(
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])
-def test_a_line_is_wrapped_under_its_last_cell(columns: int) -> None:
+def test_a_long_line_is_wrapped_within_the_columns(columns: int) -> None:
     line = "  memory     112.9 GB usable of 119.0    reported: /proc/meminfo MemAvailable, as a long source"
     pieces = wrapped(line, columns)
     assert all(len(piece) <= columns for piece in pieces)

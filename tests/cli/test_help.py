@@ -25,7 +25,7 @@ def test_no_summary_of_a_command_is_cut(group: list[str]) -> None:
     ("command", "usage"),
     [("serve", "serve [OPTIONS] [MODEL]...\n"), ("connect", "connect [OPTIONS] [EDITOR]\n")],
 )
-def test_usage_names_what_is_to_be_typed(command: str, usage: str) -> None:
+def test_usage_names_the_arguments(command: str, usage: str) -> None:
     shown = (
         CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
     )

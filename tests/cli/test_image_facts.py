@@ -32,7 +32,7 @@ def run(*arguments: str) -> str:
     return done.output
 
 
-def test_models_info_says_what_an_image_comes_to() -> None:
+def test_models_info_shows_the_tokens_of_an_image() -> None:
     fixed, sized, blind = (
         run("models", "info", name) for name in ("gemma-3-4b-it", "qwen3-vl-8b", "qwen3-8b")
     )
@@ -48,7 +48,7 @@ def test_models_info_says_what_an_image_comes_to() -> None:
     assert told["variants"][0]["mmproj_bytes"] == 752_289_728
 
 
-def test_the_projector_is_counted_in_what_is_recommended() -> None:
+def test_recommended_plans_count_the_projector() -> None:
     machine = ("--device", "RTX 4090", "--json")
     for plan in json.loads(run("recommend", "--sees", *machine))["plans"]:
         assert plan["variant"]["format"] == "gguf"
@@ -65,7 +65,7 @@ def test_the_projector_is_counted_in_what_is_recommended() -> None:
     assert "projector" in run("recommend", "--sees", "--explain", "--device", "RTX 4090")
 
 
-def test_models_that_hear_are_listed_with_their_projector(catalog: Catalog) -> None:
+def test_models_that_read_sounds_are_listed_with_their_projector(catalog: Catalog) -> None:
     machine = ("--device", "RTX 4090")
     plans = json.loads(run("recommend", "--hears", *machine, "--json"))["plans"]
     assert plans
@@ -78,7 +78,9 @@ def test_models_that_hear_are_listed_with_their_projector(catalog: Catalog) -> N
     assert "qwen3-vl-8b-instruct" not in heard
 
 
-def test_mlx_folders_whose_towers_are_read_are_among_what_sees(catalog: Catalog) -> None:
+def test_mlx_folders_with_supported_vision_encoders_are_recommended_for_images(
+    catalog: Catalog,
+) -> None:
     formats = {m.id: {v.format for v in m.variants} for m in image_readers(catalog.models)}
     assert formats["qwen3.5-4b"] == formats["gemma-3-4b-it"] == {"gguf", "mlx"}
     # It has no vision tower: its patches go directly into the model.
@@ -89,7 +91,7 @@ def test_mlx_folders_whose_towers_are_read_are_among_what_sees(catalog: Catalog)
     assert all(plan["memory"]["mmproj_bytes"] > 5e7 for plan in plans)
 
 
-def test_every_model_image_readerss_has_a_projector_of_some_size(catalog: Catalog) -> None:
+def test_every_model_that_reads_images_has_a_projector_size(catalog: Catalog) -> None:
     for model in image_readers(catalog.models):
         for variant in model.variants:
             assert 5e7 < listed_bytes(model, variant) < 2e10, (model.id, variant.quant)
@@ -99,7 +101,9 @@ def test_every_model_image_readerss_has_a_projector_of_some_size(catalog: Catalo
 
 
 @pytest.mark.parametrize("name", ["RTX 4090", "M4 Max 64GB", "2x RTX 3090", "RTX 3060 12GB"])
-def test_its_bytes_are_in_the_total_of_every_machine_once(name: str, catalog: Catalog) -> None:
+def test_the_projectors_bytes_are_counted_once_on_every_machine(
+    name: str, catalog: Catalog
+) -> None:
     device, model = device_named(name, None, None), catalog.get("qwen3-vl-8b-instruct")
     assert model is not None
     variant = model.variants[0]
@@ -117,6 +121,6 @@ def test_its_bytes_are_in_the_total_of_every_machine_once(name: str, catalog: Ca
     assert sum(need.cards_bytes) - sum(plain.cards_bytes) == (added if need.cards_bytes else 0)
 
 
-def test_the_rule_in_words() -> None:
+def test_the_rule_for_image_tokens_is_described_in_words() -> None:
     assert str(ImageTokens(256, 256)) == "256 tokens an image, whatever its size"
     assert str(ImageTokens(8, 1024, 28)) == "a token for 28 × 28 pixels, 8 to 1,024 an image"

@@ -16,7 +16,7 @@ from localllm.library.catalog import load_catalog
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
-def test_every_dependency_and_every_model_is_there_with_its_terms() -> None:
+def test_every_dependency_and_every_model_is_listed_with_its_licence() -> None:
     said = json.loads(CliRunner().invoke(app, ["licences", "--models", "--json"]).stdout)
     known = {row["name"].replace("_", "-").lower(): row["licence"] for row in said["libraries"]}
     assert {line.partition(">=")[0] for line in PROJECT["dependencies"]} <= set(known)
@@ -43,7 +43,7 @@ def _installed(name: str) -> bool:
     return True
 
 
-def test_without_models_it_is_the_libraries_alone() -> None:
+def test_licences_without_models_lists_only_the_libraries() -> None:
     lines = CliRunner().invoke(app, ["licences"]).stdout.splitlines()
     assert any(line.split()[0] == "uvicorn" and "BSD" in line for line in lines)
     assert not any("Qwen" in line for line in lines)

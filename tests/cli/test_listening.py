@@ -45,7 +45,7 @@ needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback here")
 
 
 @needs_ipv6
-def test_localhost_is_both_of_its_addresses_on_one_port() -> None:
+def test_localhost_listens_on_ipv4_and_ipv6_on_one_port() -> None:
     with listening(ServerSettings(host="localhost", port=0).secured()) as (socks, address):
         names = {(s.family, s.getsockname()[0], s.getsockname()[1]) for s in socks}
         port = socks[0].getsockname()[1]
@@ -53,11 +53,11 @@ def test_localhost_is_both_of_its_addresses_on_one_port() -> None:
         assert address == f"http://localhost:{port}/v1"
 
 
-def test_it_is_where_a_server_listens_that_nobody_told_where() -> None:
+def test_localhost_is_the_default_host() -> None:
     assert Settings().value("host") == "localhost"
 
 
-def test_an_address_for_everybody_is_told_as_other_machines_call_it() -> None:
+def test_a_server_on_all_interfaces_shows_the_address_that_other_machines_reach() -> None:
     with listening(ServerSettings(host="0.0.0.0", port=0, api_key="k").secured()) as (
         socks,
         address,
@@ -70,7 +70,7 @@ def test_an_address_for_everybody_is_told_as_other_machines_call_it() -> None:
 
 
 @needs_ipv6
-def test_a_client_of_either_address_is_answered() -> None:
+def test_clients_of_both_addresses_of_localhost_are_answered() -> None:
     with running_server({"tiny": ScriptedEngine()}, host="localhost") as server:
         for name in ("127.0.0.1", "[::1]", "localhost"):
             assert (
@@ -80,7 +80,7 @@ def test_a_client_of_either_address_is_answered() -> None:
 
 
 @needs_ipv6
-def test_a_program_that_holds_one_of_the_addresses_is_said() -> None:
+def test_an_address_used_by_another_program_is_an_error_that_names_it() -> None:
     """If another program holds one of the addresses, the error names it.
 
     That program would otherwise get requests of our clients to `localhost`.
@@ -92,7 +92,7 @@ def test_a_program_that_holds_one_of_the_addresses_is_said() -> None:
             sockets.bind("localhost", other.getsockname()[1])
 
 
-def test_a_machine_without_ipv6_listens_on_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_ipv6_listens_on_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
     real = socket.socket
 
     def without(family: int = socket.AF_INET, *args: object) -> socket.socket:
@@ -110,7 +110,7 @@ def test_a_machine_without_ipv6_listens_on_the_other(monkeypatch: pytest.MonkeyP
 # --- the key --------------------------------------------------------------------------------------
 
 
-def test_a_made_up_key_is_kept_between_starts_and_only_its_owner_reads_it() -> None:
+def test_a_generated_key_is_stored_between_starts_and_readable_only_by_its_owner() -> None:
     first = server_settings(Settings({"host": "0.0.0.0"}))
     assert first.generated_key
     assert first.api_key == server_settings(Settings({"host": "0.0.0.0"})).api_key
@@ -122,7 +122,7 @@ def test_a_made_up_key_is_kept_between_starts_and_only_its_owner_reads_it() -> N
     assert server_settings(Settings({"host": "0.0.0.0"})).api_key == second.api_key
 
 
-def test_no_key_is_kept_where_none_is_made_up() -> None:
+def test_no_key_is_stored_if_none_is_generated() -> None:
     assert server_settings(Settings({"allow_users": True})).api_key is None
     assert server_settings(Settings({"host": "0.0.0.0", "api_key": "mine"})).api_key == "mine"
     assert not (paths.data_dir() / "server-key").exists()
@@ -137,7 +137,7 @@ def test_no_key_is_kept_where_none_is_made_up() -> None:
 @pytest.mark.parametrize(
     "damaged", ["", "short", "two words that are long enough", "x" * 5000, "\x00" * 32]
 )
-def test_a_damaged_key_is_replaced_and_an_open_file_closed(damaged: str) -> None:
+def test_a_damaged_key_is_replaced_and_a_readable_key_file_is_made_private(damaged: str) -> None:
     path = paths.data_dir() / "server-key"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(damaged)
@@ -149,7 +149,7 @@ def test_a_damaged_key_is_replaced_and_an_open_file_closed(damaged: str) -> None
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_a_folder_that_takes_no_key_is_said(
+def test_a_folder_where_no_key_can_be_written_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -158,7 +158,7 @@ def test_a_folder_that_takes_no_key_is_said(
         kept_key()
 
 
-def test_the_key_is_shown_to_the_quiet_too(tiny_model: Path) -> None:
+def test_the_key_is_shown_with_quiet_too(tiny_model: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -201,7 +201,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
     return files
 
 
-def test_it_is_served_over_tls(certificate: TlsFiles) -> None:
+def test_requests_are_served_over_tls(certificate: TlsFiles) -> None:
     with running_server({"tiny": ScriptedEngine()}, host="127.0.0.1", tls=certificate) as server:
         trusted = ssl.create_default_context(cafile=str(certificate.certificate))
         with httpx.Client(
@@ -214,7 +214,7 @@ def test_it_is_served_over_tls(certificate: TlsFiles) -> None:
             httpx.get(f"http://127.0.0.1:{server.port}/health", trust_env=False)
 
 
-def test_silent_handshakes_keep_nobody_waiting_and_end(certificate: TlsFiles) -> None:
+def test_incomplete_tls_handshakes_delay_no_client_and_are_closed(certificate: TlsFiles) -> None:
     """Incomplete TLS handshakes delay no client and are closed.
 
     These are more than the limit for unknown connections. The oldest are closed first, and all
@@ -244,7 +244,7 @@ def test_silent_handshakes_keep_nobody_waiting_and_end(certificate: TlsFiles) ->
         assert silent.recv(1) == b""
 
 
-def test_the_address_says_so_and_one_file_may_hold_both(
+def test_the_address_is_https_and_one_file_may_contain_certificate_and_key(
     certificate: TlsFiles, tmp_path: Path
 ) -> None:
     assert certificate.key is not None
@@ -267,7 +267,7 @@ def test_the_address_says_so_and_one_file_may_hold_both(
         (None, "key.pem", "--tls-cert"),
     ],
 )
-def test_files_that_can_not_be_used_say_why_before_anything_loads(
+def test_unusable_tls_files_are_refused_with_the_reason_before_anything_loads(
     certificate: TlsFiles, tmp_path: Path, cert: str | None, key: str | None, says: str
 ) -> None:
     assert certificate.key is not None
@@ -293,7 +293,7 @@ def test_a_unix_socket_has_no_tls(certificate: TlsFiles) -> None:
 # --- names and origins ----------------------------------------------------------------------------
 
 
-def test_names_and_pages_come_from_flags_environment_and_config(
+def test_allowed_hosts_and_origins_come_from_flags_environment_and_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flags = {"allow_host": ["nas.lan", "big.lan"], "allow_origin": ["https://chat.example"]}
@@ -314,7 +314,7 @@ def test_names_and_pages_come_from_flags_environment_and_config(
     )
 
 
-def test_the_flags_are_there_and_a_wrong_one_is_said_before_anything_loads(
+def test_an_invalid_allow_origin_is_refused_before_anything_loads(
     tiny_model: Path,
 ) -> None:
     result = CliRunner().invoke(app, ["serve", str(tiny_model), "--allow-origin", "*"])

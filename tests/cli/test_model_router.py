@@ -49,7 +49,7 @@ async def answer(models: ModelRouter, name: str) -> Finish:
     return events[-1]
 
 
-def test_two_models_answer_side_by_side_and_take_turns_where_they_do_not_fit(
+def test_two_models_stay_loaded_together_or_take_turns_if_they_do_not_fit(
     two: list[str | None],
 ) -> None:
     loads = load_plans_together(two, Settings())
@@ -144,7 +144,7 @@ def test_an_mlx_folder_is_planned_and_run_by_the_backend_that_accepts_it(
     asyncio.run(story())
 
 
-def test_a_backend_that_does_not_run_the_files_is_said_before_anything_loads(
+def test_a_backend_that_cannot_run_the_files_is_refused_before_anything_loads(
     mlx_folder: Path, two: list[str | None]
 ) -> None:
     for reference, backend in ((str(mlx_folder), "llamacpp"), (two[0], "mlx")):
@@ -161,7 +161,7 @@ def test_a_folder_that_is_no_model_is_refused_in_one_sentence(tmp_path: Path) ->
         load_plans_together([str(tmp_path)], Settings())
 
 
-def test_names_that_cannot_be_told_apart_are_refused(two: list[str | None]) -> None:
+def test_duplicate_model_names_and_invalid_aliases_are_refused(two: list[str | None]) -> None:
     loads = load_plans_together([two[0], two[0]], Settings())
     with pytest.raises(UsageError, match="named twice"):
         router_for(loads)
@@ -208,7 +208,7 @@ def test_the_command_serves_a_unix_socket_until_it_is_stopped(two: list[str | No
         assert not path.exists()
 
 
-def test_the_engine_is_on_its_way_before_the_web_server_is_read() -> None:
+def test_the_engine_starts_before_the_web_server_is_imported() -> None:
     """The engine starts before the web server is imported.
 
     Until it has planned, `serve` imports no web framework, web server, template engine or
@@ -240,7 +240,7 @@ def _served(*arguments: str) -> tuple[subprocess.Popen[str], str]:
     return process, process.stderr.readline()
 
 
-def test_it_listens_before_the_model_is_loaded(smollm2: Path) -> None:
+def test_the_server_listens_before_the_model_is_loaded(smollm2: Path) -> None:
     process, said = _served(str(smollm2))
     try:
         url = next(word for word in said.split() if word.startswith("http://")).removesuffix("/v1")
@@ -261,14 +261,14 @@ def test_it_listens_before_the_model_is_loaded(smollm2: Path) -> None:
     assert process.returncode == 0
 
 
-def test_a_model_that_is_not_there_ends_the_command_before_it_listens(tmp_path: Path) -> None:
+def test_a_missing_model_ends_the_command_before_it_listens(tmp_path: Path) -> None:
     process, said = _served(str(tmp_path / "none.gguf"))
     process.communicate(timeout=30)
     assert "there is no file" in said
     assert process.returncode == ModelNotFoundError.exit_code
 
 
-def test_the_only_model_that_can_not_be_loaded_ends_the_command(
+def test_the_command_ends_if_its_only_model_cannot_be_loaded(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken.gguf"

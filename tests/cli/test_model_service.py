@@ -13,7 +13,7 @@ from localllm.library import store
 from localllm_tui.control.interfaces import PlanRequest
 
 
-def test_plans_change_with_every_request() -> None:
+def test_plans_depend_on_the_request() -> None:
     service = LocalModelService()
     usual = service.plan(PlanRequest(machine="M4 Max 128GB"))
     assert "M4 Max" in usual.machine
@@ -39,7 +39,7 @@ def test_plans_change_with_every_request() -> None:
         service.plan(PlanRequest(machine="a toaster"))
 
 
-def test_what_is_on_the_disk_says_whose_it_is_and_what_loading_it_takes(
+def test_models_on_disk_are_listed_with_their_owner_and_memory_to_load(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     library = tmp_path / "library"
@@ -62,6 +62,6 @@ def test_what_is_on_the_disk_says_whose_it_is_and_what_loading_it_takes(
         service.remove(mine)
 
 
-def test_what_can_not_be_pulled_is_said() -> None:
+def test_a_model_that_cannot_be_pulled_is_an_error() -> None:
     with pytest.raises(LocalLLMError):
         LocalModelService(offline=True).pull("qwen3-8b:Q4_K_M", lambda _: None)

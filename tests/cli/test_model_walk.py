@@ -74,7 +74,7 @@ def _rooms_called(model: Path) -> list[str]:
     return calls
 
 
-def test_the_walk_enters_few_rooms(tiny_model: Path) -> None:
+def test_loading_a_model_calls_few_packages(tiny_model: Path) -> None:
     load_plan_named(str(tiny_model), Settings({"context": 1024}))
     rooms = _rooms_called(tiny_model)
     assert len(set(rooms)) <= 12, rooms

@@ -104,14 +104,14 @@ def check(columns: int, commands: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("columns", [20, 79])
-def test_no_line_is_wider_than_the_terminal_and_nothing_needs_a_writable_home(columns: int) -> None:
+def test_commands_fit_the_terminal_and_need_no_writable_home(columns: int) -> None:
     check(columns, COMMANDS)
 
 
 @pytest.mark.parametrize(
     "columns", [20, *(pytest.param(width, marks=pytest.mark.long) for width in (33, 79, 120, 200))]
 )
-def test_commands_that_load_a_model_keep_to_the_terminal(
+def test_commands_that_load_a_model_fit_the_terminal(
     columns: int, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -122,5 +122,5 @@ def test_commands_that_load_a_model_keep_to_the_terminal(
 
 @pytest.mark.long
 @pytest.mark.parametrize("columns", [20, 33, 79, 120, 200])
-def test_the_figures_of_bench_keep_to_the_terminal(columns: int, tiny_model: Path) -> None:
+def test_the_figures_of_bench_fit_the_terminal(columns: int, tiny_model: Path) -> None:
     check(columns, [BENCH.replace("MODEL", str(tiny_model))])

@@ -72,13 +72,13 @@ def test_recommend_lists_the_model_with_the_release_that_it_needs(newer_model: N
     assert result.exception.hint == NEEDED
 
 
-def test_another_machine_is_planned_for_whatever_is_installed_here(newer_model: None) -> None:
+def test_plans_for_another_machine_ignore_the_engine_installed_here(newer_model: None) -> None:
     shown = CliRunner().invoke(app, ["recommend", "-m", "lfm3-test", "--device", "M4 Max 128GB"])
     assert "Q4_K_M" in shown.output
     assert NEEDED not in shown.output
 
 
-def test_the_models_screen_counts_the_model_and_explains_it(newer_model: None) -> None:
+def test_the_models_screen_explains_a_model_that_needs_a_newer_engine(newer_model: None) -> None:
     service = LocalModelService()
     plans = service.plan(PlanRequest(purpose="chat"))
     assert "lfm3-test" not in {choice.ref.partition(":")[0] for choice in plans.choices}

@@ -29,14 +29,16 @@ def script(path: Path, first_line: str) -> Path:
     return path
 
 
-def test_this_program_alone_is_well(prefix: Path, tmp_path: Path) -> None:
+def test_no_fault_is_reported_if_only_this_program_has_the_name(
+    prefix: Path, tmp_path: Path
+) -> None:
     own = script(prefix / "bin" / "localllm", f"#!{prefix}/bin/python")
     launcher = script(tmp_path / "bin" / "localllm", f"#!{prefix}/bin/python3.12")
     for command in (own, launcher, None):
         assert [status for status, _ in statuses(["localllm"], command, prefix)] == ["ok"]
 
 
-def test_a_package_of_another_distribution_is_an_error_with_what_to_do(prefix: Path) -> None:
+def test_a_package_of_another_distribution_is_an_error_with_its_fix(prefix: Path) -> None:
     (check,) = name_checks(["localllm", "local-llm"], None, prefix)
     assert check.status == "error"
     assert "local-llm installed a package localllm" in check.message
@@ -44,7 +46,7 @@ def test_a_package_of_another_distribution_is_an_error_with_what_to_do(prefix: P
 
 
 @pytest.mark.parametrize("first_line", ["#!/usr/bin/python3", "\x7fELF", ""])
-def test_a_command_that_starts_something_else_is_named(
+def test_a_command_that_starts_another_program_is_a_warning(
     prefix: Path, tmp_path: Path, first_line: str
 ) -> None:
     other = script(tmp_path / "other" / "localllm", first_line)
@@ -54,6 +56,6 @@ def test_a_command_that_starts_something_else_is_named(
     assert str(prefix / "bin" / "localllm") in warning.fix
 
 
-def test_here_nobody_else_has_the_name() -> None:
+def test_no_other_distribution_here_has_the_name() -> None:
     installing = metadata.packages_distributions().get(NAME, ())
     assert [check.status for check in name_checks(installing, None, Path(sys.prefix))] == ["ok"]

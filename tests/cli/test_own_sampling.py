@@ -69,7 +69,7 @@ def answers(client: httpx.Client, **more: Any) -> set[str]:
     return {client.post("/completion", json={**ASKED, **more}).json()["content"] for _ in range(4)}
 
 
-def test_serve_gives_a_catalog_model_what_its_maker_recommends(tmp_path: Path) -> None:
+def test_serve_uses_the_makers_sampling_for_a_catalog_model(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "Qwen3-0.6B-Q4_K_M.gguf")
     maker = load_catalog().by_id["qwen3-0.6b"].sampling
     assert (maker.temperature, maker.top_k, maker.min_p) == (0.6, 20, 0.0)
@@ -77,7 +77,7 @@ def test_serve_gives_a_catalog_model_what_its_maker_recommends(tmp_path: Path) -
         assert stated(unasked(client)) == (0.6, 0.95, 20, 0.0, 1.0)
 
 
-def test_serve_gives_a_file_what_its_header_states_and_a_request_goes_before_it(
+def test_serve_uses_the_sampling_in_a_files_header_unless_the_request_sets_its_own(
     tmp_path: Path,
 ) -> None:
     header = {"temp": 0.7, "top_k": 1, "top_p": 0.9, "min_p": 0.02, "penalty_repeat": 1.05}
@@ -89,7 +89,7 @@ def test_serve_gives_a_file_what_its_header_states_and_a_request_goes_before_it(
         assert len(answers(client, top_k=0, temperature=1.5, top_p=1, min_p=0)) > 1
 
 
-def test_the_chat_has_them_too(tmp_path: Path) -> None:
+def test_the_chat_uses_the_sampling_in_a_files_header_too(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "nobody-knows-it.gguf", sampling={"temp": 0.7, "top_k": 1})
     with (
         background_server(str(path), 512) as engine,
@@ -102,11 +102,11 @@ def test_the_chat_has_them_too(tmp_path: Path) -> None:
         assert len(answers(client)) == 1
 
 
-def test_a_file_nobody_describes_gets_what_everybody_gets(tiny_model: Path) -> None:
+def test_an_unknown_file_without_sampling_gets_the_defaults(tiny_model: Path) -> None:
     assert own_sampling(load_plan_named(str(tiny_model), Settings()).plan) == Sampling()
 
 
-def test_the_catalog_goes_before_the_file_and_the_users_own_before_both(tmp_path: Path) -> None:
+def test_the_users_catalog_overrides_the_catalog_and_the_catalog_the_file(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "Qwen3-0.6B-Q8_0.gguf", sampling={"temp": 0.1, "top_k": 3})
     assert own_sampling(load_plan_named(str(path), Settings()).plan) == Sampling(
         temperature=0.6, top_k=20, min_p=0.0
@@ -121,7 +121,7 @@ def test_the_catalog_goes_before_the_file_and_the_users_own_before_both(tmp_path
     )
 
 
-def test_the_catalog_says_what_suits_answers_without_reasoning(tmp_path: Path) -> None:
+def test_the_catalog_has_sampling_for_answers_without_reasoning(tmp_path: Path) -> None:
     plan = load_plan_named(str(write_llama(tmp_path / "Qwen3-0.6B-Q8_0.gguf")), Settings()).plan
     assert own_sampling(plan) == Sampling(temperature=0.6, top_p=0.95, top_k=20, min_p=0.0)
     assert own_sampling(plan, thinks=False) == Sampling(
@@ -129,7 +129,7 @@ def test_the_catalog_says_what_suits_answers_without_reasoning(tmp_path: Path) -
     )
 
 
-def test_what_the_catalog_leaves_open_the_file_says(tmp_path: Path) -> None:
+def test_the_file_supplies_sampling_that_the_catalog_lacks(tmp_path: Path) -> None:
     path = write_llama(
         tmp_path / "SmolLM2-135M-Instruct-Q8_0.gguf", sampling={"top_k": 9, "temp": 1.9}
     )
@@ -144,14 +144,12 @@ def test_what_the_catalog_leaves_open_the_file_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "odd", [{"temp": -1.0}, {"temp": float("nan")}, {"top_p": 7.5}, {"top_k": -4}]
 )
-def test_a_header_that_states_nonsense_states_nothing(
-    tmp_path: Path, odd: dict[str, float]
-) -> None:
+def test_invalid_sampling_in_a_header_is_ignored(tmp_path: Path, odd: dict[str, float]) -> None:
     path = write_llama(tmp_path / "odd.gguf", sampling=odd)
     assert own_sampling(load_plan_named(str(path), Settings()).plan) == Sampling()
 
 
-def test_an_mlx_folder_states_it_in_its_generation_config(tmp_path: Path) -> None:
+def test_the_sampling_of_an_mlx_folder_comes_from_its_generation_config(tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm")
     from models.tiny_mlx import write_llama as write_folder
 

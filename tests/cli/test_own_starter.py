@@ -30,7 +30,7 @@ def test_the_chat_asks_the_starter_for_short_answers() -> None:
     assert model["sampling"]["temperature"] == 0.2
 
 
-def test_a_table_of_the_starter_takes_its_place() -> None:
+def test_a_table_for_the_starter_in_config_replaces_its_defaults() -> None:
     folder = Path(os.environ["LOCALLLM_CONFIG_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(f'[models."{starter.NAME}"]\ntemperature = 0.9\n')

@@ -48,12 +48,12 @@ def test_flags_become_a_placement(said: dict[str, str], placed: Placement) -> No
 @pytest.mark.parametrize(
     "said", [{"gpu_layers": "most"}, {"cpu_moe": "-3"}, {"split": "a,b"}, {"split": "0,0"}]
 )
-def test_what_is_no_number_is_refused_by_name(said: dict[str, str]) -> None:
+def test_an_invalid_number_is_refused_with_the_flags_name(said: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=next(iter(said))):
         offload_options(Settings(said))
 
 
-def test_layers_of_draft_heads_count_where_the_engine_counts_them() -> None:
+def test_the_layers_of_draft_heads_are_counted_as_gpu_layers() -> None:
     run = run_settings(None, Settings({"gpu_layers": "7"}))
     assert load_spec("m.gguf", run, n_mtp_layers=1).n_gpu_layers == 8
     none, every = (run_settings(None, Settings({"gpu_layers": n})) for n in ("0", "all"))
@@ -61,7 +61,7 @@ def test_layers_of_draft_heads_count_where_the_engine_counts_them() -> None:
     assert load_spec("m.gguf", every, n_mtp_layers=1).n_gpu_layers == -1
 
 
-def test_what_was_said_is_in_the_plan_and_in_the_spec(tmp_path: Path) -> None:
+def test_placement_flags_are_in_the_plan_and_in_the_spec(tmp_path: Path) -> None:
     path = tiny_gguf.write_moe(tmp_path / "moe.gguf")
     load = load_plan_named(str(path), Settings({"context": 512, "cpu_moe": "1", "gpu_layers": "0"}))
     assert load.plan is not None
@@ -76,7 +76,7 @@ def test_what_was_said_is_in_the_plan_and_in_the_spec(tmp_path: Path) -> None:
         ("RTX 4090", OffloadOptions(tensor_split=(1.0, 1.0))),
     ],
 )
-def test_a_place_that_is_not_there_is_refused_with_the_machines_name(
+def test_a_placement_that_the_machine_lacks_is_refused_with_the_machines_name(
     machine: str, asked: OffloadOptions
 ) -> None:
     device = (
@@ -89,7 +89,7 @@ def test_a_place_that_is_not_there_is_refused_with_the_machines_name(
     assert check_offload(OffloadOptions(gpu_layers=-1, experts_on_host=2), device)
 
 
-def test_recommend_takes_them_for_any_machine() -> None:
+def test_recommend_accepts_placement_flags_for_any_machine() -> None:
     said = [
         "recommend",
         "--device",
@@ -109,7 +109,7 @@ def test_recommend_takes_them_for_any_machine() -> None:
     assert plans[0]["fits"] == "split"
 
 
-def test_shares_of_workers_need_no_gpu_here(
+def test_a_split_between_workers_needs_no_local_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A split between remote workers needs no local GPU."""

@@ -78,7 +78,7 @@ def laid_out(folder: Path, model: bytes, count: int) -> list[Path]:
     return made
 
 
-def test_two_thousand_names_and_no_control_character(
+def test_two_thousand_hostile_names_print_no_control_character(
     home: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     import gguf
@@ -123,7 +123,7 @@ def test_two_thousand_names_and_no_control_character(
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii", "cp437", "utf-8"])
-def test_an_encoding_without_a_names_letters_loses_no_line(
+def test_an_encoding_that_lacks_letters_of_a_name_loses_no_line(
     home: Path, tmp_path: Path, encoding: str
 ) -> None:
     folder = tmp_path / "models"
@@ -151,7 +151,7 @@ def test_an_encoding_without_a_names_letters_loses_no_line(
     }
 
 
-def test_bytes_that_are_no_text_are_refused_in_words(
+def test_arguments_that_are_not_utf_8_are_refused_with_a_clear_error(
     home: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = said(capfd, "chat", "-m", "starter", "say \udcff")
@@ -162,7 +162,7 @@ def test_bytes_that_are_no_text_are_refused_in_words(
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 @pytest.mark.parametrize("argv", [["models", "list", "--json"], ["doctor"], ["--help"], ["config"]])
-def test_an_output_that_cant_be_written_is_said(home: Path, argv: list[str]) -> None:
+def test_an_output_that_cannot_be_written_is_an_error(home: Path, argv: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "localllm", *argv],
@@ -178,7 +178,7 @@ def test_an_output_that_cant_be_written_is_said(home: Path, argv: list[str]) -> 
     assert done.stderr.count("\n") == 3
 
 
-def test_a_home_that_cant_be_written_is_said(
+def test_a_home_that_cannot_be_written_is_an_error(
     home: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "models"
@@ -198,7 +198,7 @@ def test_a_home_that_cant_be_written_is_said(
 @pytest.mark.parametrize(
     "text", ["\ufeffcontext = 4096\n", "\ufeffcontext = 4096\r\n# a note\r\n", "\ufeff"]
 )
-def test_a_mark_before_the_configuration_is_none_of_it(
+def test_a_byte_order_mark_before_the_configuration_is_ignored(
     home: Path, capfd: pytest.CaptureFixture[str], text: str
 ) -> None:
     config = home / "LOCALLLM_CONFIG_DIR" / "config.toml"

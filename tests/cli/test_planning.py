@@ -27,7 +27,7 @@ def desk() -> Iterator[PlanningProcess]:
         service.close()
 
 
-def test_it_plans_as_it_would_here_and_not_here(
+def test_another_process_makes_the_same_plans_as_this_one(
     desk: PlanningProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = LocalModelService().plan(APPLE)
@@ -57,7 +57,7 @@ def test_it_plans_as_it_would_here_and_not_here(
     assert not [c for c in alive if "planning" in " ".join(c.cmdline())]
 
 
-def test_a_speed_of_a_busy_moment_says_so_and_is_measured_again(
+def test_a_memory_speed_of_a_busy_machine_is_marked_and_measured_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A memory speed measured on a busy machine is marked and measured again.
@@ -85,7 +85,7 @@ def test_a_speed_of_a_busy_moment_says_so_and_is_measured_again(
     assert len(asked) == 2  # a measurement on an idle machine is kept
 
 
-def test_prompts_may_be_read_by_another_machine() -> None:
+def test_prompts_may_be_prefilled_on_another_machine() -> None:
     """Prompts may be prefilled on another machine.
 
     The plans are those of the second machine, with the first machine's gain noted for each.
@@ -108,6 +108,6 @@ def test_prompts_may_be_read_by_another_machine() -> None:
             service.check(PlanRequest(machine=wrong))
 
 
-def test_a_request_that_is_none_is_refused(desk: PlanningProcess) -> None:
+def test_an_invalid_plan_request_is_refused(desk: PlanningProcess) -> None:
     with pytest.raises((UsageError, LocalLLMError)):
         desk.plan(PlanRequest(purpose="flying"))

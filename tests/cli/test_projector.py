@@ -44,7 +44,9 @@ def able(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaCppType, "reads_images", lambda _: None)
 
 
-def test_the_projector_beside_a_model_is_loaded_and_planned(model: VisionModel, able: None) -> None:
+def test_the_projector_next_to_a_model_is_loaded_and_planned(
+    model: VisionModel, able: None
+) -> None:
     load = load_plan_named(str(model.text), Settings({}))
     assert load.options.spec.projector == str(model.projector)
     assert load.projector.audio == any(kind in model.projector.name for kind in HEARING)
@@ -58,7 +60,7 @@ def test_the_projector_beside_a_model_is_loaded_and_planned(model: VisionModel, 
     )
 
 
-def test_it_is_left_out_where_it_does_not_fit_and_says_so(
+def test_a_projector_that_does_not_fit_is_left_out_with_the_reason(
     model: VisionModel, able: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = load_plan_named(str(model.text), Settings({"images": "off", "context": 2048}))
@@ -70,7 +72,9 @@ def test_it_is_left_out_where_it_does_not_fit_and_says_so(
         load_plan_named(str(model.text), Settings({"images": "on", "context": 2048}))
 
 
-def test_a_build_without_mtmd_is_named(model: VisionModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_without_mtmd_is_the_reason_for_no_projector(
+    model: VisionModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(LlamaCppType, "reads_images", lambda _: "made without it")
     load = load_plan_named(str(model.text), Settings({}))
     assert (load.options.spec.projector, load.projector.why_not) == ("", "made without it")
@@ -96,7 +100,7 @@ def test_images_on_without_a_projector_is_refused(tiny_model: Path) -> None:
 
 
 @needs_mtmd()
-def test_what_is_planned_is_what_it_takes(model: VisionModel) -> None:
+def test_the_planned_memory_of_a_projector_is_what_it_uses(model: VisionModel) -> None:
     spec = LoadSpec(
         str(model.text),
         n_ctx=256,
@@ -118,7 +122,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @MLX_VLM
-def test_a_folder_that_sees_is_loaded_with_its_own_tower_and_planned(folder: Path) -> None:
+def test_an_mlx_folder_with_a_vision_encoder_is_planned_and_loaded_with_it(folder: Path) -> None:
     load = load_plan_named(str(folder), Settings({}))
     assert load.options.spec.projector == str(folder)
     without = load_plan_named(str(folder), Settings({"images": "off"}))
@@ -132,7 +136,7 @@ def test_a_folder_that_sees_is_loaded_with_its_own_tower_and_planned(folder: Pat
 
 
 @MLX_VLM
-def test_a_folder_whose_images_can_t_be_read_says_why(
+def test_an_mlx_folder_whose_images_cannot_be_read_gives_the_reason(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = importlib.util.find_spec

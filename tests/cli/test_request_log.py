@@ -42,26 +42,26 @@ def told(path: str, status: int | None, method: str = "POST") -> list[str]:
     return [line[10:] for line in lines]
 
 
-def test_each_request_has_its_line() -> None:
+def test_each_request_has_a_log_line() -> None:
     assert told("/v1/chat/completions", 200) == ["POST /v1/chat/completions  200  1.50 s"]
     assert told("/v1/chat/completions", None) == [
         "POST /v1/chat/completions  client disconnected before the answer  1.50 s"
     ]
 
 
-def test_who_only_watches_has_one_where_it_fails() -> None:
+def test_a_status_request_has_a_log_line_only_if_it_fails() -> None:
     assert told("/health", 200, "GET") == []
     assert told("/v1/models", 401, "GET") == ["GET /v1/models  401  1.50 s"]
 
 
-def test_a_poll_until_the_model_is_loaded_has_no_line() -> None:
+def test_a_health_request_while_the_model_loads_has_no_log_line() -> None:
     assert told("/health", 503, "GET") == []
     assert told("/v1/health", 503, "GET") == []
     assert told("/health", 500, "GET") == ["GET /health  500  1.50 s"]
     assert told("/v1/models", 503, "GET") == ["GET /v1/models  503  1.50 s"]
 
 
-def test_a_path_is_not_obeyed() -> None:
+def test_control_characters_of_a_path_are_not_logged() -> None:
     (line,) = told("/\x1b[2J\n" + "x" * 100, 404, "GET")
     assert "\x1b" not in line
     assert "\n" not in line
@@ -69,7 +69,7 @@ def test_a_path_is_not_obeyed() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_has_its_figures(stream: bool) -> None:
+def test_the_log_line_of_an_answer_has_its_figures(stream: bool) -> None:
     engine = ScriptedEngine(["one ", "two"])
     engine.cached_tokens = 3
     lines: list[str] = []

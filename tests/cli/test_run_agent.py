@@ -74,7 +74,7 @@ def told(place: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("agent", STARTED)
-def test_it_is_told_of_the_server_and_the_model_and_nothing_stays(
+def test_an_agent_gets_the_server_and_model_in_temporary_settings(
     agent: str, server: Running, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     recipe = RECIPES[agent](TARGET, Path("/home")).run
@@ -98,7 +98,7 @@ def test_it_is_told_of_the_server_and_the_model_and_nothing_stays(
         assert not Path(file).exists()
 
 
-def test_what_would_win_over_the_settings_is_kept_from_it(
+def test_variables_that_would_override_the_settings_are_not_passed_to_an_agent(
     server: Running, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ANTHROPIC_API_KEY", "the user's own")
@@ -111,13 +111,15 @@ def test_what_would_win_over_the_settings_is_kept_from_it(
     assert os.environ["ANTHROPIC_API_KEY"] == "the user's own"
 
 
-def test_a_model_is_named_or_the_server_has_none_of_that_name(server: Running, place: Path) -> None:
+def test_an_agent_is_refused_if_the_server_lacks_the_named_model(
+    server: Running, place: Path
+) -> None:
     install(place, "goose")
     assert ran("goose", "-m", "tiny", "--url", server.url) == 7
     assert ran("goose", "-m", "nosuch", "--url", server.url) == 3
 
 
-def test_an_unknown_name_is_answered_with_those_that_can_be_started(
+def test_an_unknown_agent_is_answered_with_the_known_ones(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert ran("foo") == 3
@@ -137,14 +139,14 @@ def test_an_unknown_name_is_answered_with_those_that_can_be_started(
         (("codex",), 3, "codex is not installed here"),
     ],
 )
-def test_what_can_not_be_started_is_said_before_a_model_is_loaded(
+def test_an_agent_that_cannot_start_is_an_error_before_a_model_is_loaded(
     arguments: tuple[str, ...], code: int, said: str, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert ran(*arguments) == code
     assert said in capfd.readouterr().err
 
 
-def test_without_a_server_a_model_is_loaded_for_it_and_unloaded(
+def test_without_a_server_a_model_is_loaded_for_the_agent_and_unloaded_after_it(
     tiny_model: Path, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     asks = """#!{python}
@@ -165,7 +167,7 @@ print(url, json.load(urllib.request.urlopen(asked))["usage"]["completion_tokens"
         socket.create_connection(("127.0.0.1", int(port)), timeout=2)
 
 
-def test_a_sandbox_is_asked_to_let_it_write_in_its_folder_alone(
+def test_a_sandboxed_agent_may_write_only_in_its_folder(
     server: Running, place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(place, "goose")
@@ -193,7 +195,7 @@ def test_a_sandbox_is_asked_to_let_it_write_in_its_folder_alone(
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
-def test_in_bubblewrap_nothing_else_can_be_written(tmp_path: Path) -> None:
+def test_bubblewrap_prevents_writes_outside_the_allowed_folders(tmp_path: Path) -> None:
     folder, home, outside = (tmp_path / name for name in ("project", "home", "outside"))
     for made in (folder, home, outside):
         made.mkdir()

@@ -62,7 +62,7 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Clie
             process.communicate(timeout=30)
 
 
-def test_a_damaged_file_alone_ends_it_whatever_else_is_installed(broken: Path) -> None:
+def test_a_damaged_file_as_the_only_named_model_ends_the_server(broken: Path) -> None:
     with serving(str(broken), "--quiet") as (process, _):
         assert process.stderr is not None
         said = process.stderr.read()
@@ -71,7 +71,9 @@ def test_a_damaged_file_alone_ends_it_whatever_else_is_installed(broken: Path) -
         assert "hint: " in said
 
 
-def test_beside_another_it_is_named_and_the_other_is_served(broken: Path, tiny_model: Path) -> None:
+def test_a_damaged_file_is_named_and_another_model_is_served(
+    broken: Path, tiny_model: Path
+) -> None:
     with serving(str(broken), "--also", str(tiny_model), "--quiet") as (process, http):
         assert process.stderr is not None
         assert process.stderr.readline().startswith("error: broken could not be loaded: ")
@@ -82,7 +84,7 @@ def test_beside_another_it_is_named_and_the_other_is_served(broken: Path, tiny_m
 
 
 @pytest.mark.parametrize("pooling", [1, 4], ids=["embeds", "ranks"])
-def test_a_model_that_writes_no_text_is_named_alone_or_beside_another(
+def test_an_embedding_or_reranking_model_is_served_alone_or_with_another(
     pooling: int, tiny_model: Path, tmp_path: Path
 ) -> None:
     path = write_bert(tmp_path / "vectors.gguf", pooling=pooling)

@@ -97,7 +97,7 @@ def test_every_installed_model_is_listed_and_loads_when_it_is_named(http: httpx.
     assert {n for n, s in after.items() if s == "loaded"} == {"gpt-oss-mini", "beta-Q8_0"}
 
 
-def test_a_name_nobody_has_is_a_404_with_what_is_near_and_what_there_is(http: httpx.Client) -> None:
+def test_an_unknown_model_is_a_404_with_similar_and_available_names(http: httpx.Client) -> None:
     reply = ask(http, "gpt-oss-mimi")
     assert reply.status_code == 404
     error = reply.json()["error"]
@@ -115,14 +115,14 @@ def test_no_request_reaches_a_file_by_its_path(
         assert ask(http, name).status_code == 404, name
 
 
-def test_a_model_that_was_installed_meanwhile_is_found(http: httpx.Client, folder: Path) -> None:
+def test_a_model_installed_while_the_server_runs_is_found(http: httpx.Client, folder: Path) -> None:
     shutil.copy(folder / "alpha-Q4_0.gguf", folder / "newcomer.gguf")
     # The disk is read at most once a second.
     until(lambda: ask(http, "newcomer").status_code == 200)
     assert ask(http, "newcomer").json()["model"] == "newcomer"
 
 
-def test_an_installed_embedding_model_is_known_as_one_when_it_is_named(folder: Path) -> None:
+def test_an_installed_embedding_model_is_recognised_when_it_is_requested(folder: Path) -> None:
     write_bert(folder / "vectors.gguf")
     with (
         running_server(router("alpha-Q4_0")) as server,
@@ -133,7 +133,7 @@ def test_an_installed_embedding_model_is_known_as_one_when_it_is_named(folder: P
         assert ask(http, "vectors").status_code == 400
 
 
-def test_with_only_no_other_model_is_offered_but_all_names_of_the_named_one_are(
+def test_only_offers_the_named_model_under_all_of_its_names(
     folder: Path,
 ) -> None:
     models = router("alpha-Q4_0", only=True)
@@ -159,7 +159,7 @@ def test_two_requests_for_one_model_wait_for_one_load(folder: Path) -> None:
         assert host.loads == 1
 
 
-def test_a_loaded_model_makes_room_when_idle_and_never_in_mid_answer(folder: Path) -> None:
+def test_a_loaded_model_is_unloaded_for_another_only_while_idle(folder: Path) -> None:
     models = router("alpha-Q4_0")
     with running_server(models) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         assert ask(http, "alpha-Q4_0").status_code == 200
@@ -184,7 +184,7 @@ async def _while_held(model: ServedModel, ask_: Callable[[], httpx.Response]) ->
 # --- names ----------------------------------------------------------------------------------------
 
 
-def test_wildcards_stand_for_names_nobody_has_and_the_closest_one_wins(folder: Path) -> None:
+def test_wildcard_aliases_match_unknown_names_and_the_most_specific_wins(folder: Path) -> None:
     models = router(
         "alpha-Q4_0",
         "beta-Q8_0",
@@ -225,7 +225,7 @@ idle_unload_min = 0.5
 """
 
 
-def test_presets_are_models_of_their_own_that_share_a_worker_where_they_can(folder: Path) -> None:
+def test_presets_are_separate_models_that_share_a_worker_if_possible(folder: Path) -> None:
     config(PRESETS)
     models = router("alpha-Q4_0", context=None)
     alpha, coder, long = (models.resolve(n) for n in ("alpha-Q4_0", "claude-opus-4", "long"))
@@ -250,7 +250,7 @@ def test_presets_are_models_of_their_own_that_share_a_worker_where_they_can(fold
         assert (params["temperature"], params["top_k"]) == (0.125, 7)
 
 
-def test_a_presets_system_text_stands_where_the_conversation_has_none(folder: Path) -> None:
+def test_a_presets_system_text_is_used_if_the_conversation_has_none(folder: Path) -> None:
     config(PRESETS)
     with (
         running_server(router("coder")) as server,
@@ -269,7 +269,7 @@ def test_a_presets_system_text_stands_where_the_conversation_has_none(folder: Pa
         assert "Answer in capitals." not in prompt("alpha-Q4_0")
 
 
-def test_a_presets_thinking_budget_holds_where_a_request_has_none(folder: Path) -> None:
+def test_a_presets_thinking_budget_applies_if_the_request_has_none(folder: Path) -> None:
     config(
         '[models.brief]\nmodel = "alpha-Q4_0"\nthinking_budget = 64\n[models.free]\nmodel = '
         '"alpha-Q4_0"\nthinking_budget = -1\n'
@@ -283,13 +283,13 @@ def test_a_presets_thinking_budget_holds_where_a_request_has_none(folder: Path) 
     assert with_defaults(silent, free) == silent
 
 
-def test_a_flag_outweighs_a_presets_settings(folder: Path) -> None:
+def test_a_flag_overrides_a_presets_settings(folder: Path) -> None:
     config(PRESETS)
     models = router("long", context=2048)
     assert models.resolve("long").facts.n_ctx == 2048
 
 
-def test_a_preset_whose_model_is_not_here_is_left_out(folder: Path) -> None:
+def test_a_preset_whose_model_is_not_installed_is_left_out(folder: Path) -> None:
     config('[models.ghost]\nmodel = "no-such-model-anywhere"\n')
     assert "ghost" not in {m.name for m in router("alpha-Q4_0").list()}
 
@@ -315,7 +315,7 @@ def test_a_preset_whose_model_is_not_here_is_left_out(folder: Path) -> None:
         ("[models.x]\ntop_k = -2\n", "top_k"),
     ],
 )
-def test_what_is_wrong_in_a_preset_is_said_with_its_key(text: str, says: str) -> None:
+def test_an_error_in_a_preset_names_its_key(text: str, says: str) -> None:
     config(text)
     with pytest.raises(UsageError) as caught:
         load_presets()
@@ -324,7 +324,7 @@ def test_what_is_wrong_in_a_preset_is_said_with_its_key(text: str, says: str) ->
         assert caught.value.hint == "did you mean temperature?"
 
 
-def test_a_preset_may_say_what_a_request_may() -> None:
+def test_a_preset_accepts_the_same_values_as_a_request() -> None:
     config("[models.x]\ntop_k = -1\nrepeat_last_n = -1\nseed = -1\nrepeat_penalty = 0.001\n")
     (preset,) = load_presets()
     assert preset.sampling == {
@@ -341,7 +341,7 @@ def test_every_key_of_a_preset_is_in_the_docs() -> None:
 
 
 @pytest.mark.long
-def test_a_load_that_runs_out_of_memory_is_tried_once_more_with_less_and_that_is_said(
+def test_a_load_that_runs_out_of_memory_is_retried_once_with_less_memory_and_reported(
     smollm2: Path,
 ) -> None:
     load = load_plan_named(str(smollm2), Settings({"context": 4096}))
@@ -364,7 +364,9 @@ def test_a_load_that_runs_out_of_memory_is_tried_once_more_with_less_and_that_is
         asyncio.run(planned(nothing_less).host.engine())
 
 
-def test_a_second_try_takes_a_tenth_less_of_memory_and_never_a_third(smollm2: Path) -> None:
+def test_a_retried_load_takes_10_percent_less_memory_and_is_not_retried_again(
+    smollm2: Path,
+) -> None:
     load = load_plan_named(str(smollm2), Settings())
     less = load.smaller()
     assert load.plan is not None

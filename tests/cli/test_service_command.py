@@ -32,7 +32,7 @@ from localllm.settings import Settings
 from service import recorded
 
 
-def test_paths_hold_wherever_it_starts_and_names_stay_names(
+def test_a_service_gets_absolute_paths_and_unchanged_model_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "m.gguf").touch()
@@ -49,13 +49,13 @@ def test_paths_hold_wherever_it_starts_and_names_stay_names(
     assert service.environment["LOCALLLM_CONFIG_DIR"] == str(paths.config_dir())
 
 
-def test_windows_is_told_the_environment_and_the_log_in_words() -> None:
+def test_a_windows_service_gets_its_environment_and_log_as_arguments() -> None:
     command = service_of(["m"], Settings({}), "task-scheduler", None).command
     assert command[1:6] == ("-m", "localllm", "service", "run", "--log")
     assert f"LOCALLLM_CACHE_DIR={paths.cache_dir()}" in command
 
 
-def test_where_it_listens() -> None:
+def test_a_service_listens_on_the_configured_address() -> None:
     assert listen_streams(Settings({}))[0] == "127.0.0.1:11535"
     assert listen_streams(Settings({"host": "::", "port": 80})) == ("[::]:80",)
     # A resolved name can change its address, and port 0 means any free port, so neither is used.
@@ -80,7 +80,7 @@ def test_a_dry_run_prints_every_managers_files_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_is_not_here_is_said_before_anything_is_started(
+def test_a_missing_model_is_an_error_before_the_service_is_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def never(*words: object) -> None:
@@ -96,7 +96,7 @@ def test_a_model_that_is_not_here_is_said_before_anything_is_started(
     (recorded.SYSTEMD_FAILED, 6, "last exit code  3"),
     (recorded.SYSTEMD_NONE, 3, "localllm service install"),
 ])  # fmt: skip
-def test_the_status_says_how_it_stands(
+def test_the_status_shows_the_state_of_the_service(
     answer: str, code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     systemctl = tmp_path / "systemctl"
@@ -109,7 +109,7 @@ def test_the_status_says_how_it_stands(
     assert json.loads(as_json.stdout)["installed"] == (code != 3)
 
 
-def test_the_status_of_one_that_runs_says_where_it_answers(
+def test_the_status_of_a_running_service_shows_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     systemctl = tmp_path / "systemctl"
@@ -130,7 +130,7 @@ def test_the_status_of_one_that_runs_says_where_it_answers(
     assert "address" not in status()
 
 
-def test_a_journal_that_this_user_may_not_read_is_told_from_a_broken_one(
+def test_a_journal_without_permission_is_distinguished_from_a_broken_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A journal that this user may not read is distinguished from a broken one.
@@ -149,7 +149,7 @@ def test_a_journal_that_this_user_may_not_read_is_told_from_a_broken_one(
     assert "usermod -aG systemd-journal" in (told.value.hint or "")
 
 
-def test_an_unknown_manager_and_a_limit_that_nobody_sets_are_refused() -> None:
+def test_an_unknown_manager_and_an_unsupported_memory_limit_are_refused() -> None:
     said = CliRunner().invoke(app, ["service", "status", "--manager", "upstart"])
     assert isinstance(said.exception, UsageError)
     with pytest.raises(UsageError, match="can't limit memory"):
@@ -158,7 +158,9 @@ def test_an_unknown_manager_and_a_limit_that_nobody_sets_are_refused() -> None:
         service_of([], Settings({}), "systemd", 0.1)
 
 
-def test_the_last_lines_of_a_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_last_lines_of_a_log_are_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "serve.log"
     log.write_text("one\ntwo\nthree\n")
     show_log(Launchd(tmp_path, 501, log).log_command(2, follow=False))
@@ -168,7 +170,7 @@ def test_the_last_lines_of_a_log(tmp_path: Path, capfd: pytest.CaptureFixture[st
         show_log(Launchd(tmp_path, 501, log).log_command(2, follow=False))
 
 
-def test_the_workers_of_a_killed_server_are_waited_for_and_others_are_not(
+def test_a_start_waits_only_for_the_workers_of_a_killed_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The start waits for the workers of a killed server, and for no other processes.
@@ -233,7 +235,7 @@ def given(sock: socket.socket, port: int) -> str:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no descriptors are handed over there")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_managers_socket_is_served_and_one_that_lets_in_more_is_refused() -> None:
+def test_a_managers_socket_is_served_unless_it_admits_more_clients_than_the_settings() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
         assert given(sock, port) == f"1 http://127.0.0.1:{port}/v1 False\n"
@@ -253,6 +255,6 @@ def test_sockets_meant_for_another_process_are_not_taken(monkeypatch: pytest.Mon
     assert "LISTEN_FDS" not in os.environ
 
 
-def test_settings_of_this_terminal_alone_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_only_this_terminal_has_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALLLM_KV_TYPE", "q8_0")
     assert settings_of_this_terminal() == ["LOCALLLM_KV_TYPE"]

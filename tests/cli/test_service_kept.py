@@ -57,7 +57,7 @@ def ask(sock: socket.socket, messages: list[dict[str, str]]) -> tuple[str, int, 
     return said["choices"][0]["message"]["content"], usage["prompt_tokens"], cached
 
 
-def test_kill_9_and_restart_lose_nothing_of_a_conversation() -> None:
+def test_kill_9_and_restart_lose_no_part_of_a_conversation() -> None:
     facts = " ".join(f"Fact {n}: {n} times seven is {n * 7}." for n in range(40))
     talk: list[dict[str, str]] = []
     with socket.create_server(("127.0.0.1", 0)) as sock, ThreadPoolExecutor(1) as pool:

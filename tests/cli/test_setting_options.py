@@ -57,7 +57,7 @@ def settings_of(command: Command, *words: str) -> Settings:
     return found
 
 
-def test_a_row_makes_the_option_the_variable_and_the_key_of_config(
+def test_a_settings_row_defines_the_option_the_variable_and_the_config_key(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = settings_of(command)["shade"]
@@ -73,7 +73,7 @@ def test_a_row_makes_the_option_the_variable_and_the_key_of_config(
     assert (chosen.value, chosen.origin) == ("red", "flag")
 
 
-def test_help_shows_each_option_with_its_word_and_default(command: Command) -> None:
+def test_help_shows_each_option_with_its_placeholder_and_default(command: Command) -> None:
     shown = " ".join(run(command, "--help").output.split())
     for line in (
         "--shade COLOUR Colour of the answer (default: plain).",
@@ -100,7 +100,7 @@ def test_help_shows_each_option_with_its_word_and_default(command: Command) -> N
         (["--mode", "on"], "mode", "on"),
     ],
 )
-def test_an_option_gives_the_value_of_its_kind(
+def test_an_option_has_a_value_of_its_type(
     command: Command, words: list[str], name: str, value: object
 ) -> None:
     settings = settings_of(command, *words)
@@ -108,7 +108,7 @@ def test_an_option_gives_the_value_of_its_kind(
     assert [row.name for row in settings.given(NAMES)] == [name]
 
 
-def test_a_value_of_another_kind_is_refused(command: Command) -> None:
+def test_a_value_of_another_type_is_refused(command: Command) -> None:
     assert isinstance(run(command, "--mode", "off").exception, UsageError)
     assert "not a valid int" in str(run(command, "--deep", "many").exception)
 

@@ -48,9 +48,9 @@ def test_a_second_model_goes_to_the_card_that_has_room() -> None:
     assert cards("3x RTX 3090", "qwen3-32b", "qwen3-32b", "qwen3-32b") == [(0,), (1,), (2,)]
 
 
-def test_models_that_one_card_holds_together_stay_there() -> None:
+def test_models_that_fit_one_card_together_share_it() -> None:
     assert cards("RTX 5090 + RTX 3060 12GB", "qwen3-8b", "qwen3-8b") == [(0,), (0,)]
 
 
-def test_where_no_card_has_room_they_take_turns_on_the_fastest() -> None:
+def test_models_take_turns_on_the_fastest_card_if_no_other_has_room() -> None:
     assert cards("RTX 4090 + RTX 3060 12GB", "qwen3-32b", "qwen3-32b") == [(0,), (0,)]

@@ -52,7 +52,7 @@ def test_recommend_reads_only_what_it_needs() -> None:
     assert collects  # after `run`, its caller has the garbage collector again
 
 
-def test_the_server_is_up_before_what_only_requests_need(tiny_model: Path) -> None:
+def test_the_server_listens_before_it_imports_what_only_requests_need(tiny_model: Path) -> None:
     """The server listens before it imports modules that only requests need.
 
     Until then `serve` imports no client, no template engine, no numpy, no dialect and no
@@ -99,7 +99,7 @@ def test_the_worker_starts_before_the_catalog_is_imported() -> None:
     assert [name for name in later if name in modules] == []
 
 
-def test_a_router_is_made_without_what_few_models_need(tiny_model: Path) -> None:
+def test_a_router_is_created_without_modules_that_few_models_need(tiny_model: Path) -> None:
     """A router is created without modules that only some models need, because the worker waits for
     it.
 
@@ -118,7 +118,7 @@ router_of(sys.argv[1:], [], settings)
     assert [name for name in later if name in modules] == []
 
 
-def test_the_processors_are_the_workers_while_the_model_loads(tmp_path: Path) -> None:
+def test_the_worker_has_the_processors_while_the_model_loads(tmp_path: Path) -> None:
     """While the model loads, the worker has the processors.
 
     Until the load ends, `serve` imports one dialect. A load imports no code of engine builds if
@@ -149,7 +149,7 @@ print(*sys.modules)
     assert [name for name in (*later, "localllm.setup.builds") if name in modules] == []
 
 
-def test_the_chats_first_paint_waits_for_no_other_screen() -> None:
+def test_the_first_screen_of_the_chat_imports_no_other_screen() -> None:
     script = "import sys, localllm_tui.app; print(*sys.modules)"
     modules = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
@@ -158,7 +158,7 @@ def test_the_chats_first_paint_waits_for_no_other_screen() -> None:
     assert [name for name in ("pydantic", "typer", "numpy", *later) if name in modules] == []
 
 
-def test_a_command_asked_for_alone_is_the_command_of_the_whole(
+def test_a_command_that_is_loaded_alone_is_the_same_as_in_the_complete_app(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as left:

@@ -183,14 +183,14 @@ def test_a_name_means_the_same_model_in_every_place(disk: dict[Path, str]) -> No
                 assert http.post(path, json={**body, "model": typed}).status_code == 404, typed
 
 
-def test_an_alias_with_wildcards_is_for_requests_alone(disk: dict[Path, str]) -> None:
+def test_an_alias_with_wildcards_applies_only_to_requests(disk: dict[Path, str]) -> None:
     router = router_of(["alpha-Q4_0"], (), Settings({"context": 512, "only": False}))
     assert router.resolve("claude-opus-4").name == "coder"
     with pytest.raises(ModelNotFoundError):
         on_the_command_line("claude-opus-4", disk)
 
 
-def test_a_name_of_this_server_comes_before_an_upstreams_and_a_part_of_a_name_after_it() -> None:
+def test_a_local_name_wins_over_an_upstreams_and_a_partial_local_name_does_not() -> None:
     lab = Upstream("lab", "http://127.0.0.1:9/v1", models={"tiny": "tiny", "big:latest": "big"})
     here = ServedModel("Tiny", ScriptedEngine(), aliases=("b*",))
     router = ModelRouter([here], upstreams=Upstreams([lab]))

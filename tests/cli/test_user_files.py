@@ -92,7 +92,9 @@ def test_every_command_that_reads_the_catalog_names_the_file(
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_whatever_is_wrong_is_one_message(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_fault_in_a_user_file_is_one_message(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     content, says = BAD[what]
     file = put(content)
     said = refused(("recommend", "--device", "RTX 4090"), capsys)
@@ -136,7 +138,7 @@ def test_bad_settings_are_one_message(
     assert str(file) in refused(arguments, capsys)
 
 
-def test_a_good_file_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_valid_user_file_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     put(MINE.encode())
     with pytest.raises(SystemExit) as ended:
         run(["recommend", "--device", "RTX 4090", "-m", "mine-1b"])

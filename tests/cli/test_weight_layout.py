@@ -57,7 +57,7 @@ def layout_of(path: Path) -> str:
     return load.options.spec.placement.layout
 
 
-def test_a_model_that_is_quicker_so_is_loaded_as_it_is_stored_and_the_kernels_are_timed_once(
+def test_a_model_faster_in_its_stored_layout_keeps_it_and_kernels_are_timed_once(
     tmp_path: Path, timings: list[str]
 ) -> None:
     path = sparse_gguf.write(
@@ -68,7 +68,7 @@ def test_a_model_that_is_quicker_so_is_loaded_as_it_is_stored_and_the_kernels_ar
     assert timings == ["Q4_K", "Q6_K"]
 
 
-def test_a_small_model_is_loaded_as_ever_and_nothing_is_timed(
+def test_a_small_model_uses_the_automatic_layout_without_timing(
     smollm2: Path, timings: list[str]
 ) -> None:
     assert layout_of(smollm2) == "auto"
