@@ -33,7 +33,7 @@ def test_each_price_is_of_a_listed_machine_and_size_and_has_a_source_and_a_date(
     assert len(named) == len(set(named))
 
 
-def test_no_machine_above_the_budget_and_none_without_a_price() -> None:
+def test_machines_above_the_budget_or_without_a_price_are_not_listed() -> None:
     found = machines_up_to(1699)
     assert {price.usd <= 1699 for price, _ in found} == {True}
     assert "M5 Pro (up to 20-core GPU)" in {price.machine for price, _ in found}

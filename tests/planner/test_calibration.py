@@ -80,7 +80,7 @@ def test_each_model_predicts_the_other_within_15_percent_at_every_depth(
         assert found.low < 1e3 / milliseconds < found.high
 
 
-def test_attention_is_the_part_that_grows_on_a_cpu() -> None:
+def test_on_a_cpu_attention_accounts_for_the_growth_with_depth() -> None:
     # From 29 to 525 tokens both models became 2 ms slower. Reading 11 and 9 MB of cache takes only
     # 0.5 ms.
     for name, times in MILLISECONDS.items():
@@ -88,7 +88,7 @@ def test_attention_is_the_part_that_grows_on_a_cpu() -> None:
         assert at[1] - at[0] == pytest.approx((times[2] - times[0]) / 1e3, rel=0.3)
 
 
-def test_a_gpu_only_reads_its_cache() -> None:
+def test_decode_speed_on_a_gpu_does_not_depend_on_cpu_cores() -> None:
     m = model("qwen3-8b")
     v = next(v for v in m.variants if v.quant == "Q4_K_M")
     device = resolve("RTX 4090")
@@ -104,7 +104,7 @@ def test_a_gpu_only_reads_its_cache() -> None:
     name=st.sampled_from(sorted(FILES)), rate=st.floats(3, 400), depth=st.integers(0, 4000),
     other=st.floats(3, 400), gpu=st.booleans(),
 )  # fmt: skip
-def test_a_models_own_figure_predicts_itself_whatever_the_others_say(
+def test_a_models_own_measurement_is_its_prediction_whatever_other_models_measured(
     name: str, rate: float, depth: int, other: float, gpu: bool
 ) -> None:
     device = resolve("RTX 4090") if gpu else cpu()
@@ -118,7 +118,9 @@ def test_a_models_own_figure_predicts_itself_whatever_the_others_say(
 
 @pytest.mark.parametrize("name", sorted(FILES))
 @pytest.mark.parametrize("slower", [0.5, 1.0, 2.0])
-def test_both_its_depths_are_predicted_from_both(name: str, slower: float) -> None:
+def test_both_measured_depths_of_a_model_are_predicted_from_both_measurements(
+    name: str, slower: float
+) -> None:
     run = bench(name)
     run = replace(run, decode_tok_s=run.decode_tok_s / slower, short_tok_s=run.short_tok_s / slower)
     for depth, rate in run.decoded:
@@ -127,7 +129,7 @@ def test_both_its_depths_are_predicted_from_both(name: str, slower: float) -> No
         ).value == pytest.approx(rate, rel=0.03)
 
 
-def test_a_short_answer_slower_than_a_long_one_is_noise_and_breaks_nothing() -> None:
+def test_a_measurement_slower_at_small_depth_is_handled_as_noise() -> None:
     run = replace(bench(SMALL.id), short_tok_s=30.0)
     rates = [
         speed.decode(cpu(), *FILES[GEMMA.id], depth=d, measured=[run]).value for d in (0, 512, 4096)
@@ -147,7 +149,7 @@ def _seen(step: calibration.Parts, factors: calibration.Parts) -> Observation:
     return Observation(step, sum(p * f for p, f in zip(step, factors, strict=True)), 0.02)
 
 
-def test_attention_that_is_slower_at_depth_alone_moves_attention_alone() -> None:
+def test_slowness_only_at_depth_changes_only_the_attention_factor() -> None:
     truth = (1.0, 1.0, 2.0)
     found = calibration.learn([_seen(EMPTY, truth), _seen(STEP, truth)], calibration.CPU)
     weights, layers, attention = (math.exp(x) for x in found.logs)
@@ -157,7 +159,7 @@ def test_attention_that_is_slower_at_depth_alone_moves_attention_alone() -> None
 
 
 @pytest.mark.parametrize("cause", [0, 1, 2])
-def test_models_that_differ_in_a_cause_tell_it_apart(cause: int) -> None:
+def test_measurements_of_different_models_identify_the_slow_part(cause: int) -> None:
     truth = [1.0, 1.0, 1.0]
     truth[cause] = 1.8
     steps = [(9e-3, 1e-3, 1e-4), (1e-3, 9e-3, 1e-4), (4e-3, 4e-3, 8e-3)]
@@ -180,7 +182,7 @@ def test_a_gpu_that_is_slower_is_slower_at_everything(
 
 
 @given(step=parts, other=parts, slower=st.floats(0.3, 3.0))
-def test_a_figure_only_ever_makes_surer_and_nothing_seen_changes_nothing(
+def test_a_measurement_reduces_uncertainty_and_none_leaves_predictions_unchanged(
     step: calibration.Parts, other: calibration.Parts, slower: float
 ) -> None:
     nothing = calibration.learn([], calibration.CPU)

@@ -29,7 +29,7 @@ def variant(of, quant: str):
     return next(v for v in of.variants if v.format == "gguf" and v.quant == quant)
 
 
-def test_two_equal_machines_share_evenly_and_every_byte_is_on_one() -> None:
+def test_two_equal_machines_share_evenly_and_each_byte_is_on_exactly_one() -> None:
     big = model("qwen3-235b-a22b-instruct-2507")
     q6 = variant(big, "Q6_K")
     spark = resolve("dgx spark")
@@ -47,7 +47,7 @@ def test_two_equal_machines_share_evenly_and_every_byte_is_on_one() -> None:
     assert plan.prefill_tok_s.high > 1.5 * plan.prefill_tok_s.value
 
 
-def test_what_fits_on_one_is_said_to_be_faster_there() -> None:
+def test_a_model_that_fits_on_one_machine_is_reported_as_faster_there() -> None:
     small = model("gpt-oss-120b")
     spark = resolve("dgx spark")
     plan = cluster.plan(
@@ -90,7 +90,7 @@ def test_a_slower_link_costs_more_and_too_little_memory_is_no_plan() -> None:
     )
 
 
-def test_the_command_says_it_and_asks_whole_questions() -> None:
+def test_the_command_prints_the_division_and_refuses_incomplete_questions() -> None:
     runner = CliRunner()
     asked = ["recommend", "--device", "2x dgx spark", "-m", "gpt-oss-120b", "--link", "connectx7"]
     said = runner.invoke(app, asked)
@@ -118,7 +118,7 @@ def test_connected_machines_are_joined_by_their_fastest_port() -> None:
         assert usual_link(computer) is None
 
 
-def test_published_speeds_of_two_machines_are_met() -> None:
+def test_predictions_for_two_machines_match_published_speeds() -> None:
     """Rows and sources are in benchmarks/data/clusters.csv. Predictions of prefill are less
     accurate than those of decoding, so the limit covers both."""
     rows = [r for r in compared() if r.n_machines == 2]

@@ -34,13 +34,15 @@ def test_every_processor_of_the_table_has_cores_and_vectors(name: str) -> None:
 
 
 @pytest.mark.parametrize(("quant", "tok_s"), [("Q4_K_M", 28.74), ("Q6_K", 23.25), ("Q8_0", 19.19)])
-def test_an_epyc_decodes_as_it_was_measured(quant: str, tok_s: float) -> None:
+def test_the_predicted_decode_speed_of_an_epyc_matches_a_measurement(
+    quant: str, tok_s: float
+) -> None:
     """Phi-4 on an EPYC 9554 with twelve channels of DDR5-4800 (https://ahelpme.com/?p=6685)."""
     said = speed.decode(resolve("EPYC 9554 192GB"), *file_of("phi-4", quant)).value
     assert said == pytest.approx(tok_s, rel=0.25)
 
 
-def test_more_cores_read_prompts_faster_and_decode_no_slower() -> None:
+def test_more_cores_prefill_faster_and_decode_no_slower() -> None:
     few, many = (replace(resolve("EPYC 9005 12-channel DDR5-6000"), n_cpu_cores=n) for n in (8, 64))
     known = file_of("gpt-oss-120b", "MXFP4")
     assert speed.prefill(many, *known).value > 3 * speed.prefill(few, *known).value
@@ -58,7 +60,7 @@ def test_a_server_of_768_gb_is_given_a_large_model() -> None:
     assert first.model.params_total > 10e9
 
 
-def test_what_another_processor_was_timed_at_says_nothing_of_a_described_one() -> None:
+def test_kernel_timings_of_another_cpu_are_not_used_for_a_described_one() -> None:
     slow = MatrixRates(*(Figure(0.001, "measured") for _ in range(3)))
     asker = replace(resolve("EPYC 9554 192GB"), matrix_rates=(TypeRates("Q4_K", slow, slow),))
     assert overridden(asker, bandwidth_gbps=300).matrix_rates == ()
@@ -69,7 +71,7 @@ def test_what_another_processor_was_timed_at_says_nothing_of_a_described_one() -
     ("vectors", "cores", "gbps"),
     [("AVX2", 8, 38.4), ("AVX-512", 1, 20.0), ("AVX", 4, 19.2), ("", 2, 38.4)],
 )
-def test_a_memory_that_nobody_knows_goes_by_the_cores_and_their_vectors(
+def test_an_unknown_memory_bandwidth_is_assumed_from_cores_and_vector_units(
     vectors: str, cores: int, gbps: float
 ) -> None:
     figure = cpus.usual_bandwidth("", vectors)

@@ -30,7 +30,7 @@ def gain(machine: str, model: str, quant: str = "") -> float:
     return found.value
 
 
-def test_gains_of_a_source_that_was_left_out_are_within_the_bar() -> None:
+def test_drafting_gains_of_a_held_out_source_are_predicted_within_the_limit() -> None:
     errors = leave_out(Design(drafts.LAW, drafts.rows()), lambda row: row.source)
     off = np.abs(errors)
     assert len(errors) > 190
@@ -39,7 +39,7 @@ def test_gains_of_a_source_that_was_left_out_are_within_the_bar() -> None:
     assert abs(np.median(errors)) < 0.05
 
 
-def test_mixtures_gain_what_was_published() -> None:
+def test_drafting_gains_of_mixtures_match_published_ones() -> None:
     lines = drafts.report(Design(drafts.LAW, drafts.rows()))
     mixtures = next(line for line in lines if line.startswith("| mixtures"))
     _, median, most, bias = (float(cell) for cell in mixtures.split("|")[2:6])
@@ -49,21 +49,21 @@ def test_mixtures_gain_what_was_published() -> None:
 
 
 @pytest.mark.parametrize("machine", ["RTX 5090", "RTX 3090", "Tesla P40"])
-def test_a_small_model_gains_less_of_its_heads(machine: str) -> None:
+def test_a_small_model_gains_less_from_its_draft_heads(machine: str) -> None:
     """A guess for a small model takes the host as much time. On two P40, the gains of 4B, 9B and
     27B were 1.25, 1.37 and 1.92 (github.com/sudoingX/qwen38-mtp, pull request 29)."""
     gains = [gain(machine, f"qwen3.5-{size}") for size in ("4b", "9b", "27b")]
     assert gains == sorted(gains)
 
 
-def test_more_bits_gain_more_on_the_same_machine() -> None:
+def test_a_file_with_more_bits_gains_more_from_drafting() -> None:
     """Each row costs the same arithmetic, but the step takes longer."""
     assert gain("Strix Halo 128GB", "qwen3.6-27b", "Q8_0") > 1.1 * gain(
         "Strix Halo 128GB", "qwen3.6-27b", "Q4_K_M"
     )
 
 
-def test_units_for_matrices_verify_drafts_on_a_mac() -> None:
+def test_macs_with_matrix_units_verify_drafts_faster() -> None:
     assert gain("M5 Pro 48GB", "qwen3.8-27b") > 1.5
     assert 1.0 <= gain("M3 Max 128GB", "qwen3.8-27b") < 1.25
 
@@ -72,5 +72,7 @@ def test_units_for_matrices_verify_drafts_on_a_mac() -> None:
     ("machine", "low", "high"),
     [("RTX 4090", 1.46, 2.07), ("RTX 3090 Ti", 1.4, 1.65), ("Tesla V100 32GB", 1.3, 1.5)],
 )
-def test_large_cards_gain_what_their_owners_measured(machine: str, low: float, high: float) -> None:
+def test_drafting_gains_of_large_cards_match_user_measurements(
+    machine: str, low: float, high: float
+) -> None:
     assert low < gain(machine, "qwen3.8-27b") < high

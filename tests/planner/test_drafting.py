@@ -58,7 +58,7 @@ def test_published_gains_of_a_models_own_heads_are_in_the_range(
     assert "published" in gain.basis
 
 
-def test_only_a_model_with_heads_on_an_engine_that_runs_them_is_told_so() -> None:
+def test_draft_heads_are_suggested_only_if_model_and_engine_support_them() -> None:
     device = resolve("M4 Max 128GB")
     assert drafting.heads_gain(device, planned("M4 Max 128GB", "qwen3-8b")) is None
     files = next(v for v in MODELS["qwen3.6-27b"].variants if v.format == "mlx")
@@ -72,7 +72,7 @@ def test_only_a_model_with_heads_on_an_engine_that_runs_them_is_told_so() -> Non
 
 
 @pytest.mark.parametrize("machine", ["M4 Max 128GB", "M3 Ultra 256GB"])
-def test_apples_gpus_before_m5_are_promised_little_of_heads(machine: str) -> None:
+def test_apple_gpus_before_m5_are_predicted_to_gain_little_from_heads(machine: str) -> None:
     gain = drafting.heads_gain(resolve(machine), planned(machine, "qwen3.8-27b"))
     assert gain is not None
     assert gain.low < 1.05
@@ -80,7 +80,7 @@ def test_apples_gpus_before_m5_are_promised_little_of_heads(machine: str) -> Non
     assert gain.high < 1.3
 
 
-def test_heads_that_are_loaded_count_in_the_rank_and_are_explained() -> None:
+def test_loaded_draft_heads_count_in_the_rank_and_are_explained() -> None:
     plain, drafted = (
         planned("RTX 4090", "qwen3.6-27b"),
         planned("RTX 4090", "qwen3.6-27b", draft="mtp"),
@@ -104,7 +104,7 @@ def test_edits_count_for_an_agent_and_not_for_a_chat() -> None:
     assert coding.score > off.score
 
 
-def test_lookups_asked_for_by_name_are_planned_for_a_recurrent_model_and_loaded(
+def test_explicitly_requested_lookups_are_planned_and_loaded_for_a_recurrent_model(
     tmp_path: Path,
 ) -> None:
     path = tiny_gguf.write_hybrid(tmp_path / "model.gguf")
@@ -141,7 +141,7 @@ def test_an_edit_of_a_recurrent_model_is_predicted_with_the_snapshots_it_needs()
     assert drafting.edit_sentence(device, off) is None
 
 
-def test_a_drafter_for_mlx_is_counted_and_rereads_no_turns() -> None:
+def test_a_drafter_for_mlx_is_counted_and_no_turns_are_recomputed() -> None:
     """For this hybrid model, llama.cpp with a drafter would store only full snapshots."""
     model = MODELS["qwen3.6-27b"]
     files = typical([v for v in model.variants if v.format == "mlx"])

@@ -84,7 +84,7 @@ def with_heads_of(model: Model, width: int) -> Model:
     return replace(model, layers=(layer,) * len(model.layers))
 
 
-def test_heads_that_64_does_not_divide_are_stored_in_groups_of_32() -> None:
+def test_head_sizes_not_divisible_by_64_are_stored_in_groups_of_32() -> None:
     model = CATALOG.by_id["qwen3-8b"]
     narrow = with_heads_of(model, 96)
     assert kv_sizes.mlx_element_bytes(narrow, "q8_0") == Fraction(36, 32)
@@ -100,7 +100,7 @@ def test_a_sliding_window_cache_is_never_quantised_on_mlx() -> None:
     assert plan("M2 16GB", "gemma-3-27b-it", "4bit", fmt="mlx").settings.kv_type == "f16"
 
 
-def test_a_plan_names_kv_types_in_the_words_the_backends_take() -> None:
+def test_a_plan_uses_the_kv_type_names_of_the_backends() -> None:
     words = set(get_args(KvType))
     for machine in MACS:
         for purpose in PURPOSES:
@@ -112,7 +112,7 @@ def test_a_plan_names_kv_types_in_the_words_the_backends_take() -> None:
 
 
 @pytest.mark.parametrize("machine", MACS)
-def test_a_mac_is_offered_both_and_told_which_is_faster_and_why(machine: str) -> None:
+def test_a_mac_is_offered_both_engines_with_the_faster_one_and_the_reason(machine: str) -> None:
     answer = all_that_fits(machine, "chat")
     assert {p.variant.format for p in answer.plans} == {"gguf", "mlx"}
     said = [r for p in answer.plans for r in p.reasons if "of the bandwidth" in r]
@@ -125,7 +125,7 @@ def test_a_mac_is_offered_both_and_told_which_is_faster_and_why(machine: str) ->
             assert reason.startswith(f"{registry.declared(other).label} (")
 
 
-def test_the_sentence_follows_the_predicted_speeds() -> None:
+def test_the_engine_comparison_follows_the_predicted_speeds() -> None:
     device = resolve("M4 Max 128GB")
     gguf = plan("M4 Max 128GB", "qwen3-8b", "Q4_K_M", fmt="gguf")
     mlx = plan("M4 Max 128GB", "qwen3-8b", "4bit", fmt="mlx")
@@ -139,7 +139,7 @@ def test_the_sentence_follows_the_predicted_speeds() -> None:
 
 
 @pytest.mark.parametrize("machine", ["RTX 5090", "DGX Spark", "Strix Halo 128GB"])
-def test_elsewhere_neither_mlx_nor_a_word_of_it(machine: str) -> None:
+def test_machines_other_than_macs_get_no_mlx_plan_or_mention(machine: str) -> None:
     answer = recommend.recommend(
         resolve(machine),
         CATALOG.models,
@@ -182,7 +182,7 @@ def test_a_draft_model_is_offered_with_its_gain_its_bytes_and_what_was_assumed()
     )
 
 
-def test_a_radeon_is_told_what_the_other_build_would_do_and_nobody_else_is() -> None:
+def test_only_a_radeon_gets_a_comparison_with_the_other_build() -> None:
     models = [CATALOG.by_id["llama-3.1-8b-instruct"]]
     said = {
         machine: [
@@ -198,7 +198,7 @@ def test_a_radeon_is_told_what_the_other_build_would_do_and_nobody_else_is() -> 
     assert not any(said.values())
 
 
-def test_edits_gain_only_where_tokens_can_be_taken_back() -> None:
+def test_edits_gain_from_drafts_only_if_tokens_can_be_removed() -> None:
     device = resolve("M4 Max 128GB")
     dense = plan("M4 Max 128GB", "llama-3.3-70b-instruct", "Q4_K_M", fmt="gguf")
     gain = drafting.edit_gain(device, dense)
@@ -224,7 +224,7 @@ def test_explain_fits_80_columns_and_carries_every_reason(machine: str) -> None:
         assert all(reason in said for reason in found.reasons)
 
 
-def test_what_is_true_of_every_pick_is_said_once() -> None:
+def test_a_reason_that_applies_to_every_pick_is_printed_once() -> None:
     device = resolve("Jetson Orin Nano 8GB")
     dense = [CATALOG.by_id[name] for name in ("qwen3-8b", "llama-3.1-8b-instruct", "qwen3.5-9b")]
     slow = recommend.recommend(device, dense, Workload()).plans

@@ -62,7 +62,7 @@ def test_a_split_plan_that_fills_system_memory_ranks_below_one_with_room() -> No
         assert scoring.score(full, need) == pytest.approx(scoring.score(pick, need) - 6)
 
 
-def test_the_larger_model_of_a_family_is_first_where_it_is_fast_enough() -> None:
+def test_the_larger_model_of_a_family_is_first_if_it_is_fast_enough() -> None:
     """A 27B with draft heads answers 1.6 to 2.5 times as fast, and loses at most 0.3 points."""
     pick = first("M4 16GB", "chat")
     assert pick.model.id == "qwen3.5-9b"
@@ -93,7 +93,7 @@ def test_a_long_wait_costs_twice_as_much_for_each_doubling() -> None:
     assert first("Ryzen AI 9 HX 370 32GB", "coding").model.id == "gpt-oss-20b"
 
 
-def test_an_agent_does_not_wait_for_minutes_in_each_session() -> None:
+def test_a_first_pick_for_agents_does_not_prefill_for_minutes_per_session() -> None:
     """Above 16 GB, llama.vim's presets use a Qwen2.5-Coder-7B."""
     found = answer("Core Ultra 9 285H 64GB", "coding")
     need = scoring.NEEDS["coding"]
@@ -105,14 +105,14 @@ def test_an_agent_does_not_wait_for_minutes_in_each_session() -> None:
 
 
 @pytest.mark.parametrize("machine", ["M3 Pro 36GB", "DGX Spark", "Strix Halo 96GB"])
-def test_completions_are_of_a_7b_where_there_is_memory(machine: str) -> None:
+def test_a_7b_is_picked_for_completions_if_it_fits(machine: str) -> None:
     """llama.vim's presets run a Qwen2.5-Coder-7B above 16 GB."""
     pick = first(machine, "autocomplete")
     assert pick.model.params_total > 7e9
     assert pick.later_ttft_s <= 1.0
 
 
-def test_speeds_and_ratios_are_those_with_drafts() -> None:
+def test_printed_speeds_and_ratios_include_drafting() -> None:
     plan = first("DGX Spark", "chat")
     shown = plan.stream_range
     assert shown.value == pytest.approx(plan.stream_tok_s)

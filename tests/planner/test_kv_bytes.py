@@ -62,7 +62,7 @@ def test_kv_bytes_are_those_llama_cpp_allocates(
     )
 
 
-def test_deepseek_v2_lite_as_measured() -> None:
+def test_kv_bytes_of_deepseek_v2_lite_match_a_measurement() -> None:
     layer = Layer(Latent(mla_rank=512, mla_rope_dim=64, head_dim_k=192, head_dim_v=128))
     lite = shaped(*[layer] * 27)
     assert kv_sizes.kv_bytes(lite, RunSettings(4096)) / MIB == 121.5

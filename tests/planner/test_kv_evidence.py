@@ -20,7 +20,7 @@ from localllm_catalog import catalog
 
 
 @pytest.mark.parametrize("layers", [3, pytest.param(30, marks=pytest.mark.long)])
-def test_doctor_measures_a_model_and_keeps_what_it_found(
+def test_doctor_measures_kv_types_of_a_model_and_stores_the_result(
     layers: int,
     smollm2: Path,
     few_layers: Path,
@@ -48,12 +48,12 @@ def test_doctor_measures_a_model_and_keeps_what_it_found(
 @pytest.mark.parametrize(
     "body", ["", "{", "[]", '{"build": 1, "found": [{"k": 1}]}', '{"found": 3}']
 )
-def test_a_damaged_file_is_no_evidence(body: str, tmp_path: Path) -> None:
+def test_a_damaged_evidence_file_is_ignored(body: str, tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text(body)
     assert kv_evidence.read(tmp_path / "m.json").found == ()
 
 
-def test_a_pair_that_the_engine_can_not_have_is_left_out(
+def test_a_kv_pair_that_the_engine_does_not_support_is_left_out(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new_context = context.new_context
@@ -81,7 +81,7 @@ def known(**types: tuple[float, float]) -> tuple[KvPrecision, ...]:
     )
 
 
-def test_four_bits_are_never_for_an_agent_unless_they_pass() -> None:
+def test_an_agent_gets_four_bit_kv_only_after_a_passed_measurement() -> None:
     assert ladder("coding", (), mixed=True) == ("f16", "q8_0")
     assert ladder("coding", known(q4_0=BAD, q8_0__q4_0=GOOD), mixed=True) == (
         "f16",
@@ -91,13 +91,13 @@ def test_four_bits_are_never_for_an_agent_unless_they_pass() -> None:
     assert ladder("coding", known(q4_0=GOOD), mixed=True) == ("f16", "q8_0", "q4_0")
 
 
-def test_a_chat_gets_four_bits_without_evidence_and_not_against_it() -> None:
+def test_a_chat_gets_four_bit_kv_unless_a_measurement_failed() -> None:
     assert ladder("chat", (), mixed=True) == ("f16", "q8_0", "q4_0")
     assert ladder("chat", known(q4_0=BAD), mixed=True) == ("f16", "q8_0")
     assert ladder("chat", known(q8_0=BAD, q4_0=BAD), mixed=True) == ("f16",)
 
 
-def test_types_that_only_mlx_has_need_evidence() -> None:
+def test_kv_types_that_only_mlx_has_require_a_measurement() -> None:
     assert "turbo4" not in ladder("chat", (), mixed=False)
     found = known(q6_0=GOOD, turbo4=GOOD, turbo3=BAD)
     assert ladder("coding", found, mixed=False) == ("f16", "q8_0", "q6_0", "turbo4")
@@ -106,11 +106,11 @@ def test_types_that_only_mlx_has_need_evidence() -> None:
     assert kv_sizes.kv_type_allowed(model, "turbo4", registry.declared("mlx"))
 
 
-def test_pairs_are_offered_only_where_they_have_a_kernel() -> None:
+def test_kv_pairs_are_offered_only_if_they_have_a_kernel() -> None:
     assert "q8_0/q4_0" not in ladder("coding", known(q8_0__q4_0=GOOD), mixed=False)
 
 
-def test_what_is_harmless_in_a_chat_may_be_harmful_for_an_agent() -> None:
+def test_a_kv_type_may_pass_for_chats_and_fail_for_agents() -> None:
     between = KvPrecision("q4_0", 0.014, 0.06)
     assert passes(between, "chat")
     assert not passes(between, "coding")

@@ -45,14 +45,14 @@ def of_quant(quant: str) -> tuple[Model, Variant]:
     ("purpose", "wanted"),
     [("coding", "stored"), ("long", "stored"), ("chat", "stored"), ("embedding", "stored")],
 )
-def test_where_prompts_are_much_of_the_work_weights_stay_as_stored(
+def test_weights_stay_as_stored_if_prompts_are_much_of_the_work(
     purpose: Purpose, wanted: str
 ) -> None:
     m, file = of_quant("Q4_K_M")
     assert kernels.layout(cpu(), m, file, Workload(purpose)) == wanted
 
 
-def test_where_answers_are_most_of_the_work_weights_are_laid_out() -> None:
+def test_weights_are_repacked_if_answers_are_most_of_the_work() -> None:
     m, file = of_quant("Q4_K_M")
     assert kernels.layout(cpu(), m, file, Workload("chat", prompt_tokens=64)) == "auto"
 
@@ -67,19 +67,19 @@ def test_where_answers_are_most_of_the_work_weights_are_laid_out() -> None:
     ],
     ids=["nothing timed", "nothing laid out", "laid out is quicker in both", "a graphics card"],
 )
-def test_the_engine_decides_where_nothing_else_is_known_to_be_quicker(device: Device) -> None:
+def test_the_engine_chooses_the_layout_if_no_other_is_known_to_be_faster(device: Device) -> None:
     m, file = of_quant("Q4_K_M")
     assert kernels.layout(device, m, file, Workload("coding")) == "auto"
 
 
-def test_a_format_is_laid_out_or_not_by_its_own_rates() -> None:
+def test_a_format_is_repacked_or_not_by_its_own_rates() -> None:
     m, file = of_quant("Q8_0")
     assert kernels.layout(cpu(), m, file, Workload("coding")) == "auto"
     timed = cpu((*ZEN, TypeRates("Q8_0", rates(0.6, 0.07), rates(0.3, 0.08))))
     assert kernels.layout(timed, m, file, Workload("coding")) == "stored"
 
 
-def test_what_decides_is_timed_for_models_that_take_longer_to_load_than_to_time() -> None:
+def test_kernels_are_timed_only_for_models_that_take_longer_to_load() -> None:
     _, file = of_quant("Q4_K_M")
     assert kernels.types_to_time(cpu(()), file) == ["Q4_K", "Q6_K"]
     assert kernels.types_to_time(cpu(()), of_quant("Q8_0")[1]) == ["Q4_K", "Q8_0"]
@@ -87,7 +87,7 @@ def test_what_decides_is_timed_for_models_that_take_longer_to_load_than_to_time(
     assert kernels.types_to_time(resolve("RTX 4090"), file) == []
 
 
-def test_a_plan_says_which_and_what_it_gains() -> None:
+def test_a_plan_reports_its_weight_layout_and_the_measured_rate() -> None:
     from localllm.planner.explain import explain
     from localllm.planner.serialise import physics
 

@@ -70,6 +70,6 @@ def test_the_command_prints_the_answer_and_its_json() -> None:
 
 
 @pytest.mark.parametrize("text", ["1Q", "", "0", "-3", "1e9", "999999M"])
-def test_other_texts_are_no_number_of_tokens(text: str) -> None:
+def test_an_invalid_number_of_tokens_is_refused(text: str) -> None:
     asked = ["recommend", "--device", "RTX 3090", "--fits", text or " "]
     assert isinstance(CliRunner().invoke(app, asked).exception, UsageError)

@@ -136,7 +136,7 @@ def test_a_real_load_allocates_what_was_predicted(
 
 
 @pytest.mark.parametrize("write", [tiny_gguf.write_sliding, tiny_gguf.write_hybrid])
-def test_the_sequence_a_backend_keeps_for_itself_is_counted(
+def test_the_additional_sequence_of_a_backend_is_counted(
     write: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     """If each sequence has its own window or state, the backend's additional sequence costs memory
@@ -175,7 +175,7 @@ def test_settings_that_abort_llamacpp_are_an_error_too(files: Path) -> None:
         plan_probe.plan(path, [ProbeSettings(n_ctx=4096, kv_type_v="q8_0", flash_attention=False)])
 
 
-def test_figures_the_log_does_not_give_are_unknown() -> None:
+def test_values_missing_in_the_log_are_unknown() -> None:
     planned = plan_probe.parse(
         ["llama_kv_cache: size =  720.00 MiB ( 32768 cells,  30 layers,  1/1 seqs)"], 5
     )

@@ -25,7 +25,7 @@ def planned(machine: str, model: str, workload: Workload | None = None) -> Plan:
     return plan_for(resolve(machine), MODELS[model], typical(files), workload or Workload())
 
 
-def test_a_mixture_on_a_wide_machine_is_read_in_large_steps() -> None:
+def test_a_mixture_is_prefilled_in_large_steps_on_a_machine_with_much_compute() -> None:
     """GB10's published speed for gpt-oss-120b is 2,444 prompt tokens/s with micro-batches of 2,048.
     With 512 it is half as fast."""
     plan = planned("DGX Spark", "gpt-oss-120b")
@@ -48,7 +48,9 @@ def test_larger_steps_are_planned_to_the_byte_loaded_and_explained() -> None:
     "machine", ["Arc Pro B60", "2x Arc Pro B60", "Arc B580 + 64GB RAM", "Arc A770 16GB"]
 )
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "qwen3-30b-a3b", "qwen3-8b"])
-def test_an_arc_is_not_given_steps_that_its_driver_loses_it_in(machine: str, model: str) -> None:
+def test_an_arc_gets_no_steps_that_make_its_driver_lose_the_device(
+    machine: str, model: str
+) -> None:
     """ggml-org/llama.cpp#27638: the device is lost at 2,048 tokens, but not at 1,024."""
     assert planned(machine, model).settings.n_batch <= 1024
     assert planned("RTX 4090", "qwen3-30b-a3b").settings.n_batch > 1024
@@ -73,11 +75,11 @@ def test_rocm_reads_its_weights_where_others_map_them(machine: str, weights: str
 
 
 @pytest.mark.parametrize("machine", ["RTX 3060 12GB", "M2 16GB"])
-def test_where_a_doubling_brings_little_it_is_not_taken(machine: str) -> None:
+def test_a_micro_batch_is_not_doubled_for_a_small_gain(machine: str) -> None:
     assert planned(machine, "qwen3-8b").settings.n_batch == 512
 
 
-def test_where_buffers_grow_a_larger_step_that_takes_next_to_nothing_is_taken() -> None:
+def test_a_larger_step_that_costs_almost_no_memory_is_used_on_mlx() -> None:
     """MLX reserves no memory for a larger step, and on a fast device each step of a small model
     causes a pause."""
     device = resolve("M3 Max 64GB")
@@ -91,7 +93,7 @@ def test_where_buffers_grow_a_larger_step_that_takes_next_to_nothing_is_taken() 
     assert plan.settings.n_batch < 2048, "it would take more there"
 
 
-def test_a_processor_keeps_its_steps() -> None:
+def test_a_cpu_keeps_the_default_step_size() -> None:
     assert planned("Intel Xeon 128GB", "qwen3-30b-a3b").settings.n_batch == 512
 
 
@@ -106,7 +108,7 @@ def test_larger_steps_never_cost_the_fit() -> None:
                 assert plan.settings.n_batch == 512
 
 
-def test_experts_make_room_for_larger_steps_beside_system_memory() -> None:
+def test_with_experts_in_system_memory_larger_steps_are_planned() -> None:
     """Every step copies the experts in system memory over the bus, so few large steps are several
     times faster."""
     plan = planned("RTX 4090 + 64GB RAM", "gpt-oss-120b")
@@ -121,7 +123,7 @@ def test_experts_make_room_for_larger_steps_beside_system_memory() -> None:
     assert plan.prefill_tok_s.value > 2.5 * small.value
 
 
-def test_a_prompt_measured_in_small_steps_is_held_against_small_steps() -> None:
+def test_a_prompt_measured_in_small_steps_is_compared_with_small_steps() -> None:
     device, plan = resolve("DGX Spark"), planned("DGX Spark", "gpt-oss-120b")
     small, large = RunSettings(16384, n_batch=512), RunSettings(16384, n_batch=2048)
     said = speed.prefill(device, plan.model, plan.variant, small).value

@@ -137,7 +137,7 @@ def test_another_card_is_never_worse(name: str) -> None:
         holds([resolve(name), resolve(f"2x {name}")], purpose)
 
 
-def test_a_processor_nobody_knows_is_not_given_a_worse_model_for_a_faster_memory() -> None:
+def test_an_unknown_processor_gets_no_worse_model_with_faster_memory() -> None:
     """Earlier, the pick was a 1B at 22 GB/s and a 0.6B at 45. (The test compares points, not sizes:
     at 90 GB/s a recent 8B ranks before an older 24B, which is as good and slower.)"""
     points: list[float] = []
@@ -159,7 +159,7 @@ def test_more_memory_of_any_device_never_makes_less_loadable() -> None:
             assert less.memory.loadable_bytes <= more.memory.loadable_bytes
 
 
-def test_a_model_that_fits_with_room_still_does_where_a_larger_cache_fits_tightly() -> None:
+def test_a_model_still_fits_comfortably_if_a_larger_cache_fits_tightly() -> None:
     """On an Orin Nano, qwen3-8b fitted with an 8-bit cache at 6.94 GB, but only tightly with a
     16-bit cache at 7.07."""
     device, model = resolve("Jetson Orin Nano 8GB"), CATALOG.by_id["qwen3-8b"]

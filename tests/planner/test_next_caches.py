@@ -30,7 +30,7 @@ def settings(asked: ProbeSettings) -> RunSettings:
     )
 
 
-def test_an_indexer_that_pools_keeps_three_keys_a_token(tmp_path: Path) -> None:
+def test_a_pooling_indexer_stores_three_keys_per_token(tmp_path: Path) -> None:
     model, path = read(sparse_next.GLM_FLASH_NEXT, tmp_path)
     for asked, planned in zip(GRID, plan_probe.plan(path, GRID), strict=True):
         need = memory.need(model, model.variants[0], settings(asked))
@@ -39,7 +39,7 @@ def test_an_indexer_that_pools_keeps_three_keys_a_token(tmp_path: Path) -> None:
         assert need.recurrent_bytes == pytest.approx(planned.recurrent_bytes, abs=0.01 * memory.MIB)
 
 
-def test_compressed_rows_are_every_sequences_own(tmp_path: Path) -> None:
+def test_each_sequence_has_its_own_compressed_rows(tmp_path: Path) -> None:
     """The plan does not count the last tokens' rows of compressing layers: 768 cells of 512 f16
     values per layer and sequence."""
     model, path = read(sparse_next.DEEPSEEK_FLASH, tmp_path)
@@ -60,7 +60,7 @@ def test_compressed_rows_are_every_sequences_own(tmp_path: Path) -> None:
         ("deepseek-v4-flash", sparse_next.DEEPSEEK_FLASH),
     ],
 )
-def test_the_catalogs_layers_are_those_of_a_file(
+def test_catalog_layers_equal_those_read_from_a_file(
     model_id: str, shape: sparse_gguf.Shape, tmp_path: Path
 ) -> None:
     read_layers, listed = read(shape, tmp_path)[0].layers[:6], KNOWN[model_id].layers

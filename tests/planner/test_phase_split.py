@@ -52,7 +52,7 @@ def test_the_first_token_takes_as_long_as_computing_there_or_the_link() -> None:
         assert layers.decode_tok_s.value < here.decode_tok_s.value
 
 
-def test_a_slower_link_pays_later_or_never() -> None:
+def test_with_a_slower_link_the_gain_begins_at_longer_prompts_or_never() -> None:
     found = split("dgx spark", "m4 max 128GB", "1gbe")
     pays = {link.name: n_tokens for link, n_tokens in found.pays_from}
     assert len(pays) == 2
@@ -67,7 +67,7 @@ def test_a_slower_link_pays_later_or_never() -> None:
     assert never.pays_from == ((crawling, None),)
 
 
-def test_the_needed_link_is_where_the_gain_begins() -> None:
+def test_a_link_faster_than_the_needed_one_gives_a_gain() -> None:
     model, variant = model_file()
     machines = resolve("dgx spark"), resolve("m4 max 128GB")
     needed = split("dgx spark", "m4 max 128GB").needed_bytes_s
@@ -79,13 +79,13 @@ def test_the_needed_link_is_where_the_gain_begins() -> None:
         assert (both.ttft_s[-1].value < here.ttft_s[-1].value) == gains
 
 
-def test_a_machine_that_reads_no_faster_gains_over_no_link() -> None:
+def test_a_machine_with_no_faster_prefill_gains_over_no_link() -> None:
     found = split("m4 max 128GB", "dgx spark")
     assert found.needed_bytes_s is None
     assert {n_tokens for _, n_tokens in found.pays_from} == {None}
 
 
-def test_the_command_prints_every_way_and_the_needed_link() -> None:
+def test_the_command_prints_every_division_and_the_needed_link() -> None:
     asked = ["recommend", "--device", "dgx spark", "--with", "m4 max 128GB", "--link", "10gbe"]
     runner = CliRunner()
     shown = runner.invoke(app, [*asked, "-m", "qwen3-32b:Q4_K_M", "--explain"]).stdout

@@ -45,7 +45,7 @@ def variant(m: Model, quant: str = "") -> Variant:
 # --- where it goes --------------------------------------------------------------------------------
 
 
-def test_a_mixture_larger_than_the_card_leaves_only_experts_behind() -> None:
+def test_for_a_mixture_larger_than_the_card_only_experts_are_in_system_memory() -> None:
     device, m = resolve("RTX 4090 + 64GB RAM"), model(MIXTURE)
     plan = plan_for(device, m, variant(m), Workload())
     placed = plan.settings.placement
@@ -74,14 +74,14 @@ def test_a_mixture_larger_than_the_card_leaves_only_experts_behind() -> None:
         ("RTX PRO 6000 + 64GB RAM", "auto"),
     ],
 )
-def test_what_cuda_has_in_system_memory_is_pinned(machine: str, weights: str) -> None:
+def test_weights_in_system_memory_are_pinned_with_cuda(machine: str, weights: str) -> None:
     device, m = resolve(machine), model(MIXTURE)
     plan = plan_for(device, m, variant(m), Workload())
     assert plan.settings.placement.weights == weights
     assert plan.fits == ("yes" if "PRO" in machine else "split")
 
 
-def test_what_is_not_free_is_left_mapped() -> None:
+def test_weights_are_left_mapped_if_system_memory_is_not_free() -> None:
     device, m = resolve("RTX 4090 + 64GB RAM"), model(MIXTURE)
     assert device.host is not None
     busy = replace(device, host=replace(device.host, available_bytes=20 * 10**9))
@@ -89,7 +89,7 @@ def test_what_is_not_free_is_left_mapped() -> None:
     assert (plan.fits, plan.settings.placement.weights) == ("split", "auto")
 
 
-def test_a_dense_model_leaves_whole_layers_behind() -> None:
+def test_for_a_dense_model_larger_than_the_card_complete_layers_are_in_system_memory() -> None:
     device, m = resolve("RTX 4090 + 64GB RAM"), model(DENSE)
     plan = plan_for(device, m, variant(m, "Q4_K_M"), Workload())
     placed = plan.settings.placement
@@ -101,7 +101,7 @@ def test_a_dense_model_leaves_whole_layers_behind() -> None:
     )
 
 
-def test_what_neither_memory_holds_is_refused_with_both_named() -> None:
+def test_a_model_that_fits_in_neither_memory_is_refused_with_both_sizes() -> None:
     device, m = resolve("rtx 3060 12GB + 16GB RAM"), model(DENSE)
     plan = plan_for(device, m, variant(m, "Q4_K_M"), Workload())
     assert plan.fits == "no"
@@ -114,7 +114,7 @@ def test_what_neither_memory_holds_is_refused_with_both_named() -> None:
 @pytest.mark.parametrize(
     "name", ["RTX 3090 x2 + 64GB RAM", "RTX 3090 + RTX 3060 12GB + 64GB RAM", "4x RTX 3090"]
 )
-def test_no_card_of_several_is_given_more_than_it_has(name: str) -> None:
+def test_no_card_of_several_gets_more_than_its_memory(name: str) -> None:
     device = resolve(name)
     for m in (model(MIXTURE), model(DENSE), model("qwen3-32b")):
         plan = plan_for(device, m, variant(m), Workload())
@@ -174,14 +174,14 @@ def test_the_cards_that_answer_fastest_are_used(
         assert (f"GPU {card.number} " in said) == (not cards or card.number in cards), said
 
 
-def test_a_card_that_others_have_filled_is_not_chosen_first() -> None:
+def test_a_card_filled_by_other_programs_is_not_chosen_first() -> None:
     device, m = resolve("RTX 4090 + RTX 3090"), model("qwen3-32b")
     fast = replace(device.cards[0].memory, available_bytes=2 * 10**9)
     busy = replace(device, cards=(replace(device.cards[0], memory=fast), device.cards[1]))
     assert plan_for(busy, m, variant(m, "Q4_K_M"), Workload()).settings.placement.cards == (1,)
 
 
-def test_a_longer_context_is_promised_with_all_the_cards() -> None:
+def test_the_longest_context_is_computed_with_all_cards() -> None:
     device, m = resolve("2x RTX 3090"), model("qwen3-32b")
     plan = plan_for(device, m, variant(m, "Q4_K_M"), Workload())
     one = resolve("RTX 3090")
@@ -202,7 +202,7 @@ SOME = [m for m in CATALOG.models if any(v.format == "gguf" for v in m.variants)
 
 @settings(max_examples=examples(120))
 @given(st.sampled_from(CARDS), st.sampled_from(CARDS), st.sampled_from(SOME), st.data())
-def test_two_cards_are_never_slower_than_one_that_holds_it(
+def test_two_cards_are_never_slower_than_one_that_holds_the_model(
     a: str, b: str, m: Model, data: st.DataObject
 ) -> None:
     """System memory, if any, helps one card as much as two."""
@@ -217,7 +217,7 @@ def test_two_cards_are_never_slower_than_one_that_holds_it(
 
 
 @pytest.mark.parametrize("card", CARDS[::5])
-def test_what_lies_in_slower_memory_makes_no_answer_faster(card: str) -> None:
+def test_data_in_slower_memory_makes_no_answer_faster(card: str) -> None:
     """Recurrent states and additional sequences count, whether a model is split or not."""
     device = resolve(f"{card} + 64GB DDR5")
     for m in [m for m in SOME if m.experts is not None][::3]:
@@ -228,7 +228,7 @@ def test_what_lies_in_slower_memory_makes_no_answer_faster(card: str) -> None:
             assert rates == sorted(rates, reverse=True), (m.id, n, rates)
 
 
-def test_what_somebody_insists_on_is_done() -> None:
+def test_explicit_offload_options_are_followed() -> None:
     device, m = resolve("RTX 4090 + 128GB RAM"), model(MIXTURE)
     v = variant(m)
     for options in (
@@ -252,7 +252,7 @@ def test_what_somebody_insists_on_is_done() -> None:
     assert all_there.fits == "no"
 
 
-def test_a_longer_context_takes_the_experts_place() -> None:
+def test_a_longer_context_moves_experts_to_system_memory() -> None:
     device, m = resolve("RTX 4090 + 64GB RAM"), model(MIXTURE)
     short, long = (plan_for(device, m, variant(m), Workload(context=c)) for c in (8192, 131072))
     kept = [p.settings.placement.host_expert_layers(len(m.layers)) for p in (short, long)]
@@ -260,7 +260,7 @@ def test_a_longer_context_takes_the_experts_place() -> None:
     assert max_context(device, short) >= short.settings.n_ctx
 
 
-def test_headroom_is_left_and_the_host_is_counted() -> None:
+def test_vram_headroom_moves_experts_to_system_memory_and_the_host_is_counted() -> None:
     plain = resolve("RTX 4090 + 64GB RAM")
     from localllm.device.overrides import with_memory
 
@@ -274,7 +274,7 @@ def test_headroom_is_left_and_the_host_is_counted() -> None:
     assert kept[0] < kept[1]
 
 
-def test_the_plan_says_what_lies_where() -> None:
+def test_the_plan_lists_the_parts_in_each_memory() -> None:
     device, m = resolve("RTX 4090 + 64GB RAM"), model(MIXTURE)
     plan = plan_for(device, m, variant(m), Workload())
     kept = plan.settings.placement.experts_on_host
@@ -297,7 +297,7 @@ def test_the_plan_says_what_lies_where() -> None:
     st.booleans(),
 )
 @settings(max_examples=examples(60))
-def test_nothing_is_lost_or_counted_twice(
+def test_every_byte_is_counted_exactly_once(
     name: str, gpu_layers: int, experts: int, kv_on_host: bool
 ) -> None:
     m = model(name)
@@ -326,7 +326,7 @@ def test_nothing_is_lost_or_counted_twice(
     st.lists(st.integers(1, 10**6), min_size=1, max_size=6),
 )
 @settings(max_examples=examples(100))
-def test_a_count_of_layers_is_followed_as_llamacpp_follows_it(
+def test_a_gpu_layer_count_has_the_meaning_of_llama_cpp(
     layers: list[int], limits: list[int]
 ) -> None:
     counts, held = layer_bytes.over_cards(layers, limits)
@@ -347,7 +347,7 @@ def test_more_on_the_host_is_never_more_on_the_card(low: int, gpu_layers: int) -
 @pytest.mark.parametrize(
     "write", [tiny_gguf.write_moe, tiny_gguf.write_sliding, tiny_gguf.write_hybrid]
 )
-def test_a_files_header_says_what_every_layer_weighs(
+def test_the_size_of_every_layer_is_read_from_the_header(
     write: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     header = gguf.read(write(tmp_path / "model.gguf"))
@@ -402,7 +402,7 @@ def test_published_runs_are_inside_the_stated_range(
     assert found.low <= tok_s <= found.high, (found, source)
 
 
-def test_every_expert_that_leaves_costs_speed_and_the_time_is_that_of_its_bytes() -> None:
+def test_each_offloaded_expert_layer_costs_time_in_proportion_to_its_bytes() -> None:
     device, m = resolve("RTX 4090 + 128GB RAM"), model(MIXTURE)
     rates = [
         speed.decode(
@@ -418,7 +418,7 @@ def test_every_expert_that_leaves_costs_speed_and_the_time_is_that_of_its_bytes(
     assert math.isfinite(rates[-1])
 
 
-def test_faster_memory_is_worth_its_rate() -> None:
+def test_faster_system_memory_speeds_up_offloaded_experts() -> None:
     m = model(MIXTURE)
     slow, fast = (resolve(f"RTX 4090 + 128GB DDR5-{rate}") for rate in (4800, 6400))
     placed = RunSettings(4096, placement=Placement(experts_on_host=36))
@@ -426,7 +426,7 @@ def test_faster_memory_is_worth_its_rate() -> None:
     assert 1.1 < rates[1] / rates[0] < 6400 / 4800
 
 
-def test_a_divided_run_teaches_nothing_wrong_about_whole_ones() -> None:
+def test_a_split_run_does_not_distort_predictions_for_unsplit_ones() -> None:
     """A split run with the predicted speed for its placement does not change other predictions."""
     device, m, other = resolve("RTX 4090 + 128GB RAM"), model(MIXTURE), model("qwen3-8b")
     v, placed = variant(m), Placement(experts_on_host=30)
@@ -445,7 +445,7 @@ def test_a_divided_run_teaches_nothing_wrong_about_whole_ones() -> None:
     assert again.value == pytest.approx(decoded, rel=0.02)
 
 
-def test_cards_that_work_at_once_hold_more_copies_of_a_steps_inputs() -> None:
+def test_cards_that_work_concurrently_hold_more_copies_of_step_inputs() -> None:
     """llama.cpp with two devices, 6 layers as wide as Qwen3-30B-A3B's, 16,384 cells, steps of 512:
     164.4 MiB of scratch on a card, compared with 104 on a single device, and 60 MiB more on the
     host. If experts are placed separately, there is no difference."""

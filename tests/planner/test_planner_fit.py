@@ -41,7 +41,7 @@ def _unseen_error(monkeypatch: pytest.MonkeyPatch, freedom: float | None) -> flo
     return abs(float(fit.Fit(design, range(len(seen))).errors([len(seen)])[0]))
 
 
-def test_one_odd_machine_moves_its_kin_less_under_the_heavy_tailed_prior(
+def test_an_outlier_affects_similar_machines_less_under_the_heavy_tailed_prior(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three machines agree and one is three times slower. The prediction for a fourth machine of
@@ -53,7 +53,7 @@ def test_one_odd_machine_moves_its_kin_less_under_the_heavy_tailed_prior(
     assert robust < 0.08
 
 
-def test_what_is_left_out_is_never_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_out_rows_do_not_affect_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each device is predicted by a fit without its rows. A device three times slower than similar
     ones is predicted wrong by a factor of three."""
     rows = [row for i in range(3) for row in _rows(f"RTX 40{i}0", 1.0)] + _rows("RTX 4090", 3.0)
@@ -62,7 +62,7 @@ def test_what_is_left_out_is_never_learnt(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(e > 1.5 for e in errors[12:])
 
 
-def test_an_older_engine_is_learnt_as_older() -> None:
+def test_rows_of_an_older_engine_do_not_lower_todays_predictions() -> None:
     """Half of the rows are from an engine that was 20 % slower. The prediction is for today's
     engine."""
     old = [
@@ -78,7 +78,7 @@ def test_an_older_engine_is_learnt_as_older() -> None:
     assert np.abs(errors).max() < 0.06
 
 
-def test_slow_mixtures_of_an_older_cuda_do_not_make_its_dense_models_slow() -> None:
+def test_slow_mixture_rows_of_older_cuda_do_not_lower_dense_predictions() -> None:
     """Until August 2025, mixtures took 1.6 times as long. Dense models are predicted by today's
     speed."""
 
@@ -121,7 +121,7 @@ def _age(device: str, engine: str, **what: object) -> ages.Age:
     return replace(plain, **what)  # type: ignore[arg-type]
 
 
-def test_what_an_age_lacked_makes_its_rows_slower_and_no_others() -> None:
+def test_features_missing_in_an_era_slow_only_the_rows_that_need_them() -> None:
     """The missing features are dense tiles on AMD under Vulkan, the search for experts' tokens, K
     formats under ROCm, and unpacked heads on Volta."""
     part = decode_cost.CostTerm(1.0, ())
@@ -166,7 +166,7 @@ def test_what_an_age_lacked_makes_its_rows_slower_and_no_others() -> None:
     )
 
 
-def test_several_sequences_are_learnt_by_what_each_adds_to_the_step() -> None:
+def test_the_cost_of_several_sequences_is_fitted_per_additional_sequence() -> None:
     """The rows follow the formula exactly: additional sequences run at a tenth of the nominal
     rate."""
     single = [row for i in range(3) for row in _rows(f"RTX 40{i}0", 1.0)]
@@ -181,14 +181,14 @@ def test_several_sequences_are_learnt_by_what_each_adds_to_the_step() -> None:
     assert np.abs(fit.Fit(law).errors(range(len(many)))).max() < 0.05
 
 
-def test_repeated_rows_that_disagree_are_the_noise() -> None:
+def test_the_noise_is_estimated_from_repeated_rows_that_disagree() -> None:
     one = _rows("RTX 4090", 1.0)[0]
     rows = [one, replace(one, seconds=one.seconds * 1.1)]
     assert "the 2 rows" in report.noise(rows)[0]
     assert report.noise(rows[:1]) == []
 
 
-def test_a_measured_prompt_is_read_whole_and_in_steps_no_longer_than_itself() -> None:
+def test_a_measured_prompt_starts_empty_in_steps_no_longer_than_the_prompt() -> None:
     """mlx-lm's 512-token prompts start with an empty context. Their weights are read once per 512
     tokens, not per 2,048."""
     rows = planner_rows.rows("prefill")
@@ -212,7 +212,7 @@ def test_no_row_that_counts_has_more_arithmetic_than_the_chip_can_do() -> None:
     assert max(row.token_s / row.seconds for row in counted) < 1.0
 
 
-def test_a_doubt_about_prompts_leaves_the_answers_of_the_same_runs() -> None:
+def test_suspect_prefill_rows_do_not_make_decode_rows_of_the_same_runs_suspect() -> None:
     def runs(law: str) -> list[Row]:
         found = planner_rows.rows(law)
         return [
@@ -230,7 +230,7 @@ def test_a_doubt_about_prompts_leaves_the_answers_of_the_same_runs() -> None:
     assert all(doubt.why in report.INTRODUCTION for doubt in planner_rows.SUSPECTS)
 
 
-def test_the_fit_learns_the_very_terms_that_predict() -> None:
+def test_the_fit_uses_the_same_terms_as_the_prediction() -> None:
     """The sum of a row's parts with its machine's coefficients equals the seconds that are
     predicted."""
     hardware = decode_cost.hardware_of(resolve("DGX Spark"), "llamacpp")
@@ -258,7 +258,7 @@ def test_mlx_multiplies_on_the_matrix_units_of_m5_and_llamacpp_does_not() -> Non
 @given(
     st.lists(st.tuples(st.sampled_from("abcd"), st.floats(0.01, 1.0)), min_size=15, max_size=120)
 )
-def test_every_stratum_is_as_wide_as_holds_four_in_five_of_what_was_left_out(
+def test_every_stratums_range_holds_four_in_five_held_out_errors(
     drawn: list[tuple[str, float]],
 ) -> None:
     """For any errors, a stratum of at least 15 rows contains 76 to 84 % of them. A stratum with
@@ -275,7 +275,7 @@ def test_every_stratum_is_as_wide_as_holds_four_in_five_of_what_was_left_out(
             assert stratum.inside >= 0.76 or len(set(stratum.off)) < len(stratum.off)
 
 
-def test_errors_by_source_are_told_by_kind_of_device_and_model() -> None:
+def test_errors_are_reported_by_kind_of_device_and_model() -> None:
     """Each recent row is in one group of every table, and a group's share counts only its own
     rows."""
     data = [row for row in planner_rows.rows("decode") if "kyuz0" in row.source][:12]
@@ -293,7 +293,7 @@ def test_errors_by_source_are_told_by_kind_of_device_and_model() -> None:
     assert sum(int(by_kind[name][1]) for name in models) == 24
 
 
-def test_a_source_with_many_rows_does_not_set_the_width_alone() -> None:
+def test_a_source_with_many_rows_does_not_determine_the_range_alone() -> None:
     many = [ranges.Miss(0.01, "one", ("all",)) for _ in range(64)]
     others = [ranges.Miss(0.3, f"other {n}", ("all",)) for n in range(16)]
     assert ranges.quantile(many, 0.8) == pytest.approx(0.01)

@@ -15,7 +15,7 @@ MODEL = next(m for m in catalog.load().models if m.id == "llama-3.1-8b-instruct"
 VARIANT = next(v for v in MODEL.variants if v.quant == "Q4_K_M")
 
 
-def test_a_third_of_the_power_is_two_thirds_of_the_prompt() -> None:
+def test_a_third_of_the_power_gives_two_thirds_of_the_prefill_speed() -> None:
     """llama.cpp's scoreboard for CUDA, Llama 2 7B in Q4_0, as a share of the units' nominal rate:
     an L40 (142 SMs, 300 W) 0.67, an RTX 4090 (128, 450 W) 0.94, an RTX 4080 (76, 320 W) 1.14."""
     l40, card, small = (
@@ -26,7 +26,7 @@ def test_a_third_of_the_power_is_two_thirds_of_the_prompt() -> None:
     assert small / card == pytest.approx(1.14 / 0.94, rel=0.1)
 
 
-def test_matrices_alone_wait_for_power() -> None:
+def test_a_power_limit_slows_only_matrix_multiplications() -> None:
     limited = decode_cost.hardware_of(resolve("L40"), "llamacpp")
     free = replace(limited, power_share=1.0)
     a, b = (prefill_cost.prefill_terms(MODEL, VARIANT, hardware) for hardware in (limited, free))
@@ -42,7 +42,7 @@ def test_matrices_alone_wait_for_power() -> None:
 
 
 @pytest.mark.parametrize("name", ["M4 Max 128GB", "RTX 4090 Laptop GPU", "Strix Halo 128GB"])
-def test_where_no_one_figure_is_stated_nothing_is_taken_off(name: str) -> None:
+def test_without_a_stated_power_limit_no_speed_is_subtracted(name: str) -> None:
     assert decode_cost.hardware_of(resolve(name), "llamacpp").power_share == 1.0
 
 

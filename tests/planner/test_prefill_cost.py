@@ -37,9 +37,7 @@ def terms(
     )  # fmt: skip
 
 
-def test_activations_are_read_and_written_at_the_memorys_rate_and_weigh_more_in_small_models() -> (
-    None
-):
+def test_activations_cost_memory_bandwidth_and_relatively_more_in_small_models() -> None:
     """Llama 3.1 8B: 32 layers of 4 bytes x (12 x 4,096 + 6 x 4,096 + 6 x 14,336) are 20.4 MB per
     token."""
     assert prefill_cost.activation_bytes(MODELS["llama-3.1-8b-instruct"]) == pytest.approx(
@@ -64,7 +62,7 @@ def test_experts_that_get_few_tokens_waste_a_part_of_every_tile() -> None:
     assert dense[0] == dense[1]
 
 
-def test_the_mask_is_written_by_the_processor_and_grows_with_the_context() -> None:
+def test_the_cpu_writes_the_mask_in_time_proportional_to_the_context() -> None:
     near, far = (terms("qwen3-8b", SPARK, depth=depth).seconds["mask"] for depth in (0, 30_000))
     assert far > 10 * near
     assert far < 100e-6
@@ -75,7 +73,7 @@ def test_the_mask_is_written_by_the_processor_and_grows_with_the_context() -> No
     assert spared.seconds["mask"] == spared.seconds["activations"] == 0
 
 
-def test_launches_of_prompts_go_by_the_clock() -> None:
+def test_kernel_launch_times_of_prefill_depend_on_the_clock() -> None:
     slow, fast = (
         terms("qwen3-8b", replace(SPARK, clock_ghz=ghz)) for ghz in (1.4, efficiency.REFERENCE_GHZ)
     )
@@ -83,7 +81,7 @@ def test_launches_of_prompts_go_by_the_clock() -> None:
     assert slow.seconds["matmul"] == fast.seconds["matmul"]
 
 
-def test_what_has_no_kernels_for_a_type_multiplies_it_at_half_the_rate() -> None:
+def test_a_device_without_kernels_for_a_type_multiplies_at_half_the_rate() -> None:
     m = MODELS["qwen3-8b"]
     bf16 = Variant("gguf", "BF16", "", (), 16_400_000_000)
     halo, r9700, geforce = (
@@ -104,14 +102,14 @@ def test_what_has_no_kernels_for_a_type_multiplies_it_at_half_the_rate() -> None
     assert [kernels.matrix_share(file_of(m, "Q4_K_M"), h.keys) for h in (p100, p40)] == [0.3, 1.0]
 
 
-def test_m1_and_m2_emulate_what_mlx_computes_in() -> None:
+def test_m1_and_m2_emulate_the_bfloat16_of_mlx() -> None:
     key = "apple-emulated-bf16.mlx"
     assert all(key in efficiency.hardware_keys(chip, "mlx") for chip in ("Apple M1", "M2 Ultra"))
     assert not any(key in efficiency.hardware_keys(chip, "mlx") for chip in ("Apple M3", "M4 Max"))
     assert key not in efficiency.hardware_keys("Apple M1", "metal")
 
 
-def test_a_window_costs_what_is_computed_beside_it() -> None:
+def test_a_sliding_window_costs_the_computed_part_of_the_micro_batch() -> None:
     """A sliding layer's attention covers its window, and the part of the micro-batch that the
     kernel does not skip."""
     mixer = Sliding(n_kv_heads=8, head_dim_k=64, head_dim_v=64, window=128)
@@ -128,7 +126,7 @@ def test_a_window_costs_what_is_computed_beside_it() -> None:
         ("Tesla P40", "qwen3.6-35b-a3b", "Q4_K_M", 964.5, 427.2),
     ],
 )
-def test_depth_slows_prompts_as_on_chips_without_units_for_matrices(
+def test_depth_slows_prefill_as_measured_on_chips_without_matrix_units(
     machine: str, name: str, quant: str, shallow: float, deep: float
 ) -> None:
     """512 tokens at depths 0 and 32,768. A P100 has half as many lanes per unit as a P40."""

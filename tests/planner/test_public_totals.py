@@ -65,14 +65,14 @@ def named(row: dict[str, str]) -> bool:
     )
 
 
-def test_mlx_is_planned_as_mlx_lm_was_seen_to_take() -> None:
+def test_planned_mlx_memory_matches_measured_use_of_mlx_lm() -> None:
     found = [share(row, slots=1, n_batch=2048) for row in rows("mlx") if not named(row)]
     assert len(found) >= 4 == len(rows("mlx")) - 1
     assert median(map(abs, found)) <= 0.05
     assert min(found) >= -0.05
 
 
-def test_the_scores_are_what_was_missing() -> None:
+def test_a_plan_without_all_attention_scores_is_too_small() -> None:
     """With steps of 512, a quarter of the scores is stored, and the plan is too small for runs with
     steps of 2,048."""
     deep = [row for row in rows("mlx") if int(row["n_ctx"]) > 60_000]
@@ -82,7 +82,7 @@ def test_the_scores_are_what_was_missing() -> None:
 @pytest.mark.parametrize(
     "row", rows("gguf"), ids=lambda row: f"{row['device']}-{row['model']}-{row['n_ctx']}"
 )
-def test_llama_cpp_is_planned_no_more_than_a_twentieth_short(row: dict[str, str]) -> None:
+def test_planned_llama_cpp_memory_is_at_most_five_percent_too_small(row: dict[str, str]) -> None:
     slots = 4 if row["source"] != "P100 repo (llama-bench)" else 1
     assert share(row, slots=slots, n_outputs=slots) >= (-0.14 if named(row) else -0.05)
 
@@ -102,7 +102,7 @@ def test_quantised_kv_is_widened_for_one_layer_on_cuda_and_nowhere_else() -> Non
 
 
 @pytest.mark.parametrize("context", [16_384, 65_536, 131_072])
-def test_a_plan_for_mlx_holds_no_more_scores_than_its_backend_computes_at_once(
+def test_a_plan_for_mlx_counts_only_the_scores_of_one_attention_call(
     context: int,
 ) -> None:
     model = MODELS["qwen3.6-35b-a3b"]
@@ -114,7 +114,7 @@ def test_a_plan_for_mlx_holds_no_more_scores_than_its_backend_computes_at_once(
     assert plan.memory.compute_bytes - without == pairs * (2 * model.n_heads + 1)
 
 
-def test_heads_that_a_kernel_computes_at_once_hold_no_scores() -> None:
+def test_heads_with_a_fused_kernel_need_no_memory_for_scores() -> None:
     device, fused = resolve("M3 Max 128GB"), MODELS["qwen3-8b"]
     files = next(v for v in fused.variants if v.format == "mlx")
     short, deep = (

@@ -102,7 +102,7 @@ def test_more_cards_never_make_a_range_narrower(row: DeviceRow) -> None:
             assert not narrower(alone, predicted(together([one] * n), depth=depth))
 
 
-def test_a_range_is_that_of_the_narrowest_stratum_that_is_known() -> None:
+def test_a_range_is_that_of_the_narrowest_known_stratum() -> None:
     keys = efficiency.hardware_keys("RTX 3090", "cuda")
     names = ranges.strata(ranges.SEEN, keys, "MoE", 0)
     assert names[0] == "seen: nvidia-ampere.cuda MoE short"
@@ -113,7 +113,7 @@ def test_a_range_is_that_of_the_narrowest_stratum_that_is_known() -> None:
     assert all("ampere" not in name for name in ranges.strata(ranges.UNSEEN_KIND, keys, "MoE", 0))
 
 
-def test_what_is_known_of_a_machine_is_told_by_its_rows() -> None:
+def test_the_evidence_level_of_a_machine_depends_on_its_rows() -> None:
     def known(name: str, engine: str = "cuda") -> str:
         rows = efficiency.load()["decode"].rows
         return ranges.evidence(rows, efficiency.hardware_keys(name, engine))
@@ -125,7 +125,7 @@ def test_what_is_known_of_a_machine_is_told_by_its_rows() -> None:
 
 
 @pytest.mark.parametrize("name", ["B200", "MI300X", "GH200"])
-def test_a_card_for_machine_rooms_without_rows_is_known_as_little_as_the_first_was(
+def test_a_data_centre_card_without_rows_has_the_wide_range_of_the_first_one(
     name: str,
 ) -> None:
     """Before an H200 had rows, a mixture was 1.7 times as fast as predicted, and prompts a quarter
@@ -136,7 +136,7 @@ def test_a_card_for_machine_rooms_without_rows_is_known_as_little_as_the_first_w
     assert spread(read) >= 1.3
 
 
-def test_a_quantised_cache_on_cuda_is_as_slow_as_it_was_measured() -> None:
+def test_the_predicted_speed_of_a_quantised_cache_on_cuda_matches_measurements() -> None:
     """An RTX 3080 with q8_0 and q4_0 caches at 52,000 to 210,000 tokens: the median error is at
     most 20 %."""
     card, off = resolve("RTX 3080 10GB"), []
@@ -153,7 +153,7 @@ def test_a_quantised_cache_on_cuda_is_as_slow_as_it_was_measured() -> None:
     assert median(off) <= 0.2
 
 
-def test_a_quantised_cache_hurts_at_depth_on_cuda_and_not_where_it_is_only_read() -> None:
+def test_a_quantised_cache_slows_deep_decoding_on_cuda_but_not_on_vulkan() -> None:
     for name in ("RTX 3080 10GB", "RTX 3090", "RTX 4090"):
         card = resolve(name)
         assert (
@@ -163,7 +163,7 @@ def test_a_quantised_cache_hurts_at_depth_on_cuda_and_not_where_it_is_only_read(
     assert decoded(halo, depth=52_000, kv_type="q8_0").value > decoded(halo, depth=52_000).value
 
 
-def test_prompts_under_mlx_pay_for_scores_that_no_kernel_keeps() -> None:
+def test_mlx_prefill_is_slower_for_heads_without_a_fused_kernel() -> None:
     """MLX has no fused kernel for heads of 256. At depth, such a model is slower than the same
     model with heads of 128."""
     model, variant = file_of("qwen3-8b", "4bit")

@@ -138,7 +138,7 @@ def test_purposes_ask_for_different_models() -> None:
     )
 
 
-def test_the_speed_asked_for_is_kept() -> None:
+def test_only_plans_with_the_requested_speed_are_listed() -> None:
     fast = recommend.recommend(resolve("DGX Spark"), MODELS, Workload(min_decode_tok_s=60))
     assert fast.plans
     assert all(p.stream_tok_s >= 60 for p in fast.plans)
@@ -150,7 +150,7 @@ def test_parallel_requests_each_get_the_context() -> None:
     assert four.memory.kv_bytes == 4 * one.memory.kv_bytes
 
 
-def test_a_card_with_host_memory_is_offered_a_split_and_never_called_whole() -> None:
+def test_a_card_with_host_memory_is_offered_a_split_marked_as_split() -> None:
     card = resolve("RTX 4090")
     host = Memory(128 << 30, 120 << 30, 110 << 30, "given")
     device = replace(card, host=host, host_bandwidth_gbps=Figure(80.0, "given"))
@@ -169,14 +169,14 @@ def test_a_card_with_host_memory_is_offered_a_split_and_never_called_whole() -> 
     assert plan_for(card, model, variant, Workload()).fits == "no"
 
 
-def test_free_memory_is_a_soft_limit() -> None:
+def test_a_plan_beyond_free_memory_is_tight_and_not_refused() -> None:
     device = resolve("M4 Max 128GB")
     busy = replace(device, memory=replace(device.memory, available_bytes=10 << 30))
     plan = plan_for(busy, BY_ID["qwen3-32b"], golden.plan("H100", "qwen3-32b").variant, Workload())
     assert plan.fits == "tight"
 
 
-def test_a_state_beside_full_attention_is_counted_too() -> None:
+def test_a_recurrent_state_in_addition_to_full_attention_is_counted() -> None:
     """Falcon-H1's layers have both: attention to all tokens, and a recurrent state per sequence."""
     plain = BY_ID["qwen3-8b"]
     both = replace(
@@ -202,7 +202,7 @@ def test_a_draft_model_is_counted_and_its_gain_shown() -> None:
     assert plan.draft_gain > 1.2
 
 
-def test_the_drafter_costs_the_same_whoever_asks() -> None:
+def test_the_drafter_memory_is_the_same_in_lists_and_single_plans() -> None:
     device, model = resolve("RTX 5090"), BY_ID["qwen3-32b"]
     drafted = drafted_by("qwen3-0.6b")
     for listed in recommend.variants_of(device, model, Workload(), overrides=drafted):
@@ -210,7 +210,7 @@ def test_the_drafter_costs_the_same_whoever_asks() -> None:
         assert listed.memory.draft_bytes == alone.memory.draft_bytes > 4e8
 
 
-def test_the_longest_context_is_that_beside_the_drafter() -> None:
+def test_the_longest_context_leaves_room_for_the_drafter() -> None:
     device, model = resolve("RTX 4090"), BY_ID["qwen3-32b"]
     variant = next(v for v in model.variants if v.quant == "Q4_K_M")
     plain = plan_for(device, model, variant, Workload(context=4096))
@@ -224,7 +224,7 @@ def test_the_longest_context_is_that_beside_the_drafter() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-3b-instruct", "llama-3.2-1b-instruct"])
-def test_layers_give_way_to_a_drafter_on_a_card_with_host_memory(name: str) -> None:
+def test_with_host_memory_a_drafter_moves_layers_off_the_card(name: str) -> None:
     host = Memory(128 << 30, 120 << 30, 110 << 30, "given")
     device = replace(resolve("RTX 4090"), host=host, host_bandwidth_gbps=Figure(80.0, "given"))
     model = BY_ID["llama-3.3-70b-instruct"]
@@ -239,7 +239,7 @@ def test_layers_give_way_to_a_drafter_on_a_card_with_host_memory(name: str) -> N
 # --- properties -----------------------------------------------------------------------------------
 
 
-def test_every_known_machine_gets_an_answer_that_keeps_its_word() -> None:
+def test_every_known_machine_gets_an_answer_with_consistent_plans() -> None:
     names = sorted({row.name for row in rows() if row.memory_gb and row.bandwidth_gbps})[::6]
     for name in names:
         device = resolve(name)
@@ -299,7 +299,7 @@ def test_an_unrated_newcomer_does_not_outrank_on_its_date_alone() -> None:
 # --- the verify loop ------------------------------------------------------------------------------
 
 
-def test_reality_a_third_below_the_prediction_names_likely_causes() -> None:
+def test_a_measurement_a_third_below_the_prediction_names_likely_causes() -> None:
     device, model = resolve("RTX 4090"), BY_ID["qwen3-8b"]
     variant = next(v for v in model.variants if v.quant == "Q4_K_M")
     predicted = golden.plan("RTX 4090", "qwen3-8b").decode_tok_s.value
@@ -405,7 +405,7 @@ def test_one_model_lists_every_variant_whether_or_not_it_fits() -> None:
             assert "needs" in plan.why
 
 
-def test_what_tight_means_is_said_where_a_plan_is_tight_and_nowhere_else() -> None:
+def test_the_meaning_of_tight_is_explained_only_if_a_plan_is_tight() -> None:
     device = resolve("M4 24GB")
     plans = recommend.variants_of(device, BY_ID["qwen3-32b"], Workload())
     assert {"yes", "tight"} <= {p.fits for p in plans}

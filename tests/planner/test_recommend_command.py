@@ -65,14 +65,14 @@ def test_the_terminals_width_is_used(columns: int, monkeypatch: pytest.MonkeyPat
         assert (max(len(line) for line in lines) > 80) == (columns > 80)
 
 
-def test_a_wide_terminal_shows_names_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wide_terminal_shows_complete_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     everything = run("--device", "M4 Max 128GB", "--all")
     assert "DeepSeek-R1-Distill-Qwen-32B" in everything.replace(" Distill", "-Distill")
     assert "…" not in everything
 
 
-def test_what_nobody_lists_is_marked_and_the_mark_explained() -> None:
+def test_unlisted_files_are_marked_and_the_mark_is_explained() -> None:
     text = run("--device", "RTX 3060 12GB", "--all")
     assert "~Q6_K" in text
     assert "not in any listing" in text
@@ -83,14 +83,14 @@ def test_what_nobody_lists_is_marked_and_the_mark_explained() -> None:
     assert text.partition("\nabout the first")[0].count("~") == constructed.count(False) + 1
 
 
-def test_what_is_installed_is_marked(smollm2: Path) -> None:
+def test_installed_models_are_marked(smollm2: Path) -> None:
     text = run("-m", "smollm2-135m-instruct")
     assert "Q4_1+" in text
     assert "+ installed" in text
     assert "+ installed" not in run("--device", "RTX 4090", "-m", "smollm2-135m-instruct")
 
 
-def test_a_machine_one_does_not_have_is_not_told_what_to_run() -> None:
+def test_commands_to_run_are_printed_only_for_this_machine() -> None:
     assert "localllm pull" not in run("--device", "M4 Max 128GB")
     # Run it once: this machine's free memory and measured bandwidth may differ a second later.
     text = run()
@@ -114,7 +114,7 @@ def test_a_machine_one_does_not_have_is_not_told_what_to_run() -> None:
         ("M1 8GB", "autocomplete", "160"),
     ],
 )
-def test_a_plain_list_is_25_lines_at_most_of_plain_words(
+def test_a_default_list_has_at_most_25_lines_without_jargon(
     machine: str, purpose: str, columns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -126,7 +126,7 @@ def test_a_plain_list_is_25_lines_at_most_of_plain_words(
         assert jargon not in text
 
 
-def test_what_nearly_fits_is_named_first_of_what_is_not_offered() -> None:
+def test_rejected_models_are_listed_by_needed_memory() -> None:
     lines = run("--device", "M2 16GB").splitlines()
     said = " ".join(lines[lines.index("Not offered:") + 1 :])
     needed = [float(found) for found in re.findall(r"needs ([\d.]+) GB", said)]
@@ -135,7 +135,9 @@ def test_what_nearly_fits_is_named_first_of_what_is_not_offered() -> None:
     assert needed[0] < 2 * 11.5
 
 
-def test_an_answer_waits_for_no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_does_not_wait_for_kernel_or_memory_timing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Timing the kernels takes some seconds, and the memory one. Only `pull` and `device --measure`
     do it."""
     from localllm.device import bandwidth
@@ -177,14 +179,14 @@ def test_explain_shows_the_arithmetic_of_the_first_plan() -> None:
         assert word in text
 
 
-def test_a_file_on_this_disk_can_be_asked_about(smollm2: Path) -> None:
+def test_a_local_file_can_be_planned(smollm2: Path) -> None:
     body = json.loads(run("-m", str(smollm2), "--json"))
     (plan,) = body["plans"]
     assert plan["memory"]["weights_bytes"] == 96_576_768
     assert plan["fits"] == "yes"
 
 
-def test_a_file_of_an_architecture_nobody_here_knows_is_said_to_be_guessed(
+def test_a_file_of_an_unknown_architecture_is_marked_as_guessed(
     smollm2: Path, tmp_path: Path
 ) -> None:
     with smollm2.open("rb") as file:
@@ -201,7 +203,7 @@ def test_a_file_of_an_architecture_nobody_here_knows_is_said_to_be_guessed(
     assert said not in " ".join(run("-m", str(smollm2), "--device", "M2 16GB").split())
 
 
-def test_pictures_are_written_where_asked(tmp_path: Path) -> None:
+def test_a_roofline_picture_is_written_to_the_given_path(tmp_path: Path) -> None:
     run("--device", "M4 Max 128GB", "--plot", str(tmp_path / "roof.svg"))
     assert (tmp_path / "roof.svg").read_text().startswith("<svg")
 
@@ -217,18 +219,20 @@ def test_pictures_are_written_where_asked(tmp_path: Path) -> None:
         (["--at", "30"], UsageError),
     ],
 )
-def test_wrong_use_is_one_clear_error(arguments: list[str], error: type[Exception]) -> None:
+def test_invalid_arguments_give_one_clear_error(
+    arguments: list[str], error: type[Exception]
+) -> None:
     with pytest.raises(error):
         run(*arguments)
 
 
-def test_an_unknown_model_is_answered_with_near_names() -> None:
+def test_an_unknown_model_name_suggests_similar_names() -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         run("-m", "qwen3-9b")
     assert "qwen3" in caught.value.hint
 
 
-def test_the_quant_asked_for_is_the_one_explained() -> None:
+def test_the_requested_quant_is_explained() -> None:
     text = run("--device", "M4 Max 128GB", "-m", "llama-3.3-70b-instruct:Q4_K_M", "--explain")
     assert "about Q4_K_M" in text
     assert "4bit " not in text.partition("memory at")[0]
@@ -241,16 +245,14 @@ def test_the_quant_asked_for_is_the_one_explained() -> None:
 @pytest.mark.parametrize(
     ("reference", "device"), [("qwen3-8b:Q99", "M4 Max 128GB"), ("qwen3-8b:4bit", "RTX 4090")]
 )
-def test_a_quant_that_is_not_there_is_answered_with_those_that_are(
-    reference: str, device: str
-) -> None:
+def test_an_unknown_quant_lists_the_available_ones(reference: str, device: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         run("--device", device, "-m", reference)
     assert reference.partition(":")[2] in caught.value.message
     assert "Q4_K_M" in caught.value.hint
 
 
-def test_what_was_measured_here_is_remembered_and_shown() -> None:
+def test_local_measurements_are_stored_and_shown() -> None:
     before = json.loads(run("-m", "qwen3-8b", "--json"))
     machine = before["device"]["name"]
     record = measurements.Record(
@@ -264,7 +266,7 @@ def test_what_was_measured_here_is_remembered_and_shown() -> None:
     assert after["plans"][0]["decode_tok_s"]["basis"] == "measured here: smollm2-135m-instruct"
 
 
-def test_a_damaged_file_of_measurements_is_no_measurement(tmp_path: Path) -> None:
+def test_a_damaged_measurement_file_is_ignored(tmp_path: Path) -> None:
     file = tmp_path / "measurements.json"
     for text in ("{", "[]", '{"runs": [1, {"machine": "x"}, {"machine": 1, "model": 2}]}'):
         file.write_text(text)
@@ -299,7 +301,7 @@ def test_machines_are_compared_for_one_purpose() -> None:
     ]
 
 
-def test_one_machine_is_compared_with_the_one_in_question() -> None:
+def test_a_single_machine_to_compare_is_compared_with_the_selected_device() -> None:
     for asked in (["--device", "DGX Spark"], []):
         body = json.loads(run(*asked, "--compare", "RTX 5090", "--json"))
         mine, other = (machine["device"] for machine in body["machines"])
@@ -307,7 +309,7 @@ def test_one_machine_is_compared_with_the_one_in_question() -> None:
         assert other["name"] == resolve("RTX 5090").name
 
 
-def test_the_machines_that_reach_a_speed_are_named_and_those_that_do_not_are_not() -> None:
+def test_only_machines_that_reach_the_requested_speed_are_listed() -> None:
     body = json.loads(run("-m", "llama-3.3-70b-instruct:Q4_K_M", "--at", "20", "--json"))
     found = {machine["device"]: machine for machine in body["machines"]}
     assert all(
@@ -322,12 +324,12 @@ def test_the_machines_that_reach_a_speed_are_named_and_those_that_do_not_are_not
     )
 
 
-def test_the_arithmetic_comes_before_the_table() -> None:
+def test_explain_prints_the_arithmetic_before_the_table() -> None:
     text = run("--device", "RTX 4090", "--explain")
     assert text.index("decode, one token") < text.index("Recommended for chat")
 
 
-def test_only_models_that_see_are_listed_where_that_is_asked_for() -> None:
+def test_only_vision_models_are_listed_on_request() -> None:
     from localllm_catalog import catalog
 
     seeing = {m.id for m in catalog.load().models if "image" in m.modality}
@@ -345,14 +347,14 @@ def test_only_models_that_see_are_listed_where_that_is_asked_for() -> None:
         ["--all", "--device", "M2 16GB"],
     ],
 )
-def test_what_a_person_reads_is_in_the_unit_of_device(asked: list[str]) -> None:
+def test_printed_sizes_use_the_unit_of_the_device_command(asked: list[str]) -> None:
     """All output uses GB of 10^9 bytes, as `localllm device` does."""
     shown = CliRunner().invoke(app, asked, env={"COLUMNS": "120"}).output
     assert " GB" in shown
     assert [line for line in shown.splitlines() if re.search(r"\d ?[KMGT]iB\b", line)] == []
 
 
-def test_the_parts_of_the_memory_add_up_as_they_are_printed() -> None:
+def test_printed_parts_of_the_memory_add_up() -> None:
     shown = (
         CliRunner()
         .invoke(app, ["--explain", "--device", "RTX 4090"], env={"COLUMNS": "120"})
@@ -375,7 +377,7 @@ def test_the_parts_of_the_memory_add_up_as_they_are_printed() -> None:
     assert figures["total"] == pytest.approx(parts, abs=0.0035)
 
 
-def test_a_divided_plan_says_what_system_memory_holds_and_is_not_called_small() -> None:
+def test_a_split_plan_lists_system_memory_and_counts_it_in_its_size() -> None:
     said = " ".join(run("--device", "rtx 3060 12GB + 64GB RAM", "--all").split())
     assert "plus 63.1 GB of system memory at 51 GB/s (assumed)" in said
     assert re.search(r"experts of \d+ of \d+ layers run from system memory, \d+\.\d GB", said)
@@ -388,7 +390,7 @@ def test_a_divided_plan_says_what_system_memory_holds_and_is_not_called_small() 
     assert bases.count("system memory 36 GB/s") == 1
 
 
-def test_one_models_table_says_which_cache_is_not_f16() -> None:
+def test_the_table_of_one_model_names_a_kv_type_other_than_f16() -> None:
     said = run("--device", "rtx 3060 12GB + 64GB RAM", "-m", "gpt-oss-120b")
     assert "with a q8_0 KV cache: MXFP4" in said
 
@@ -403,7 +405,7 @@ def test_points_are_compared_with_rated_models_only() -> None:
     assert not any("no public score" in why for why in compared)
 
 
-def test_the_lines_of_a_divided_plans_prompt_add_up() -> None:
+def test_the_prefill_parts_of_a_split_plan_add_up() -> None:
     said = run("--device", "rtx 3060 12GB + 64GB RAM", "-m", "gpt-oss-120b", "--explain")
     prompt = said[said.index("prompt, per token") : said.index("first token")]
     micros = [float(found) for found in re.findall(r"([\d.]+) µs", prompt)]
@@ -411,7 +413,7 @@ def test_the_lines_of_a_divided_plans_prompt_add_up() -> None:
     assert sum(micros) == pytest.approx(1e6 / rate, rel=0.01)
 
 
-def test_what_one_machine_is_recommended_is_told_of_the_others_too() -> None:
+def test_models_recommended_for_one_machine_have_speeds_for_all_compared_machines() -> None:
     """A dash means that the model does not fit, not that another one ranks higher."""
     said = run("--compare", "M4 Max 128GB", "DGX Spark", "--for", "coding")
     rows = said[said.index("tok/s of each machine's models") :]

@@ -17,7 +17,7 @@ def without_details(plan: Plan) -> Plan:
 
 
 @pytest.mark.parametrize("machine", ["Strix Halo", "2x RTX 3090", "RTX 4060 + 32GB RAM"])
-def test_a_short_answer_has_the_plans_of_a_detailed_one(machine: str) -> None:
+def test_plans_without_details_equal_those_with_details(machine: str) -> None:
     device = resolve(machine)
     for workload in (Workload(), Workload("coding")):
         short = recommend(device, MODELS, workload, detailed=False)

@@ -34,7 +34,7 @@ def answers(machine: str, what: str) -> Recommendation:
 
 
 @pytest.mark.parametrize("machine", golden_picks.MACHINES)
-def test_first_picks_are_those_that_were_judged(machine: str) -> None:
+def test_first_picks_equal_the_reviewed_ones(machine: str) -> None:
     """`python tests/planner/golden_picks.py` rewrites the file. Changed picks must be reviewed
     again, in the file."""
     for what in golden_picks.WORKLOADS:
@@ -45,7 +45,7 @@ def test_first_picks_are_those_that_were_judged(machine: str) -> None:
 
 
 @pytest.mark.parametrize(("machine", "what"), ASKED)
-def test_first_is_rated_listed_and_sound(machine: str, what: str) -> None:
+def test_the_first_pick_is_rated_listed_and_in_a_sound_format(machine: str, what: str) -> None:
     """This holds if a rated and listed model has at least 0 points. With fewer points it is not
     useful, and the rank decides."""
     plans = answers(machine, what).plans
@@ -55,27 +55,29 @@ def test_first_is_rated_listed_and_sound(machine: str, what: str) -> None:
 
 
 @pytest.mark.parametrize(("machine", "what"), ASKED)
-def test_no_first_pick_is_below_no_points_where_another_is_not(machine: str, what: str) -> None:
+def test_no_first_pick_has_fewer_than_zero_points_if_another_has_more(
+    machine: str, what: str
+) -> None:
     plans = answers(machine, what).plans
     assert plans[0].quality >= 0 or max(p.quality for p in plans) < 0
 
 
 @pytest.mark.parametrize(("machine", "what"), ASKED)
-def test_no_older_model_is_first_where_one_of_its_shape_replaces_it(
+def test_no_older_model_is_first_if_a_newer_one_of_its_shape_replaces_it(
     machine: str, what: str
 ) -> None:
     assert answers(machine, what).plans[0].model.id != "qwen3.5-35b-a3b"
 
 
 @pytest.mark.parametrize(("machine", "what"), ASKED)
-def test_what_its_maker_alone_has_rated_is_not_first_where_others_rated_something(
+def test_a_model_rated_only_by_its_maker_is_not_first_if_an_independent_rating_exists(
     machine: str, what: str
 ) -> None:
     purpose = golden_picks.WORKLOADS[what].purpose
     assert not quality.rate(answers(machine, what).plans[0].model, purpose).makers_own
 
 
-def test_completions_are_rated_by_how_well_holes_are_filled() -> None:
+def test_completion_models_are_rated_by_infill_benchmarks() -> None:
     """StarCoder2 3B fills 9.9 % of the lines that depend on other files, Qwen2.5-Coder 3B 44.9 %. A
     chat model's index is no evidence for this purpose."""
     coder, star, granite = (
@@ -92,7 +94,7 @@ def test_completions_are_rated_by_how_well_holes_are_filled() -> None:
         )
 
 
-def test_a_makers_own_claim_says_less_than_the_same_of_others() -> None:
+def test_a_makers_claim_counts_less_than_an_equal_independent_rating() -> None:
     model = BY_ID["qwen3.6-35b-a3b"]
     claim = next(q for q in model.quality if q.benchmark == "SWE-bench Verified")
     own, others = (
@@ -103,7 +105,7 @@ def test_a_makers_own_claim_says_less_than_the_same_of_others() -> None:
     assert not quality.rate(others, "coding").makers_own
 
 
-def test_more_room_is_used_for_a_larger_file_while_the_speed_is_kept() -> None:
+def test_more_memory_is_used_for_a_larger_file_at_the_target_speed() -> None:
     """Two 3090s hold a larger file of the same model than one card of 24 GB, which holds a larger
     one than 16 GB. All of them reach 20 tok/s."""
     lost = []
@@ -117,7 +119,7 @@ def test_more_room_is_used_for_a_larger_file_while_the_speed_is_kept() -> None:
 
 
 @pytest.mark.parametrize("machine", ["Strix Halo 128GB", "DGX Spark"])
-def test_heads_that_draft_bring_a_dense_model_before_a_fast_mixture(machine: str) -> None:
+def test_draft_heads_rank_a_dense_model_before_a_fast_mixture(machine: str) -> None:
     """At 256 GB/s a dense 27B thinks for a minute. With the draft heads in its files it takes half
     of that."""
     first = answers(machine, "chat").plans[0]
@@ -157,7 +159,7 @@ def no_worse(one: Plan, other: Plan) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("machine", "what"), ASKED)
-def test_no_pick_is_matched_by_another_and_every_reason_says_something(
+def test_no_pick_is_dominated_by_another_and_every_pick_has_a_specific_reason(
     machine: str, what: str
 ) -> None:
     plans = answers(machine, what).plans
@@ -182,7 +184,9 @@ def test_no_pick_is_matched_by_another_and_every_reason_says_something(
 
 
 @pytest.mark.parametrize(("machine", "what"), ASKED)
-def test_nothing_constructed_is_first_where_a_listed_file_is_near(machine: str, what: str) -> None:
+def test_no_constructed_file_is_first_if_a_listed_one_has_a_similar_score(
+    machine: str, what: str
+) -> None:
     answer = answers(machine, what)
     first = answer.plans[0]
     if first.variant.is_estimate:
@@ -194,14 +198,14 @@ def test_nothing_constructed_is_first_where_a_listed_file_is_near(machine: str, 
 
 
 @pytest.mark.parametrize("machine", ["M2 16GB", "Jetson Orin Nano 8GB"])
-def test_what_nobody_has_rated_is_not_first_where_a_rated_one_is_near(machine: str) -> None:
+def test_an_unrated_model_is_not_first_if_a_rated_one_has_a_similar_score(machine: str) -> None:
     plans = answers(machine, "coding").plans
     rated = [p for p in plans if p.is_rated]
     assert plans[0].is_rated or max(p.score for p in rated) < plans[0].score - 2.0
 
 
 @pytest.mark.parametrize("machine", ["RTX 3060 12GB", "Strix Halo 128GB"])
-def test_behind_the_first_what_is_sound_stands_in_the_order_of_its_score(machine: str) -> None:
+def test_after_the_first_pick_plans_in_sound_formats_are_ordered_by_score(machine: str) -> None:
     """One sum of points decides the order, so additional plans never make an answer worse."""
     plans = recommend(resolve(machine), MODELS, golden_picks.WORKLOADS["coding"], limit=0).plans
     keys = [(quality.format_cost(p.model, p.variant) > 3.0, -p.score) for p in plans[1:]]
@@ -209,7 +213,7 @@ def test_behind_the_first_what_is_sound_stands_in_the_order_of_its_score(machine
     assert len({poor for poor, _ in keys}) == 2 or machine != "RTX 3060 12GB"
 
 
-def test_a_constructed_file_gives_way_to_a_listed_one_of_the_same_size() -> None:
+def test_a_constructed_file_is_replaced_by_a_listed_one_of_the_same_size() -> None:
     model = BY_ID["qwen3-8b"]
     listed = next(v for v in model.variants if v.quant == "Q4_K_M")
     constructed = replace(
@@ -221,13 +225,13 @@ def test_a_constructed_file_gives_way_to_a_listed_one_of_the_same_size() -> None
     assert recommend(resolve("RTX 4090"), [both], Workload()).plans[0].variant == listed
 
 
-def test_versions_of_a_family_are_one_line() -> None:
+def test_versions_of_a_family_belong_to_one_product_line() -> None:
     assert {line_of(f) for f in ("qwen3", "qwen3.5", "qwen3.6", "qwen3.8")} == {"qwen"}
     assert line_of("qwen2.5-coder") == line_of("qwen3-coder") == "qwen-coder"
     assert line_of("gemma-3") == line_of("gemma-4") == "gemma"
 
 
-def test_what_nobody_has_rated_says_so_and_is_never_the_best() -> None:
+def test_an_unrated_model_is_marked_as_unrated_and_never_called_the_best() -> None:
     unrated = 0
     for machine in ("RTX 4090", "M4 Max 128GB", "RTX 3060 12GB"):
         for plan in answers(machine, "chat").plans:
@@ -262,7 +266,7 @@ def test_scores_of_different_versions_of_a_benchmark_are_not_compared() -> None:
     assert quality.rate(model, "coding") == quality.rate(without, "coding")
 
 
-def test_an_index_of_an_older_version_says_less_and_nothing_beside_a_newer_one() -> None:
+def test_an_index_of_an_older_version_counts_less_and_not_at_all_with_a_newer_one() -> None:
     """Gemma 4's index was copied in June, Qwen3.8's in September. The two have one name but
     different scales."""
     gemma = BY_ID["gemma-4-26b-a4b-it"]
@@ -276,7 +280,7 @@ def test_an_index_of_an_older_version_says_less_and_nothing_beside_a_newer_one()
 
 
 @pytest.mark.parametrize(("machine", "what"), ASKED)
-def test_a_file_that_lost_much_to_its_format_is_behind_every_sound_one(
+def test_a_file_with_a_large_format_loss_ranks_after_every_sound_one(
     machine: str, what: str
 ) -> None:
     """A 27B with two bits must not rank before a 9B with five."""
@@ -286,7 +290,7 @@ def test_a_file_that_lost_much_to_its_format_is_behind_every_sound_one(
     assert not poor[0]
 
 
-def test_a_published_loss_of_a_format_goes_before_a_curve_through_its_bits() -> None:
+def test_a_published_format_loss_has_priority_over_the_curve_by_bits() -> None:
     """Llama-3-8B: 6.2316 at 16 bits, 9.7516 at Q2_K (ln 0.448); 6.2316 + 1.6321 at Q3_K_S. The
     curve gives 0.26 and 0.14."""
     model = BY_ID["llama-3.1-8b-instruct"]
@@ -300,7 +304,7 @@ def test_a_published_loss_of_a_format_goes_before_a_curve_through_its_bits() -> 
     assert lost["Q4_K_M"] == pytest.approx(0.0311)
 
 
-def test_what_fits_only_tightly_is_not_first_where_a_plan_with_room_is_near() -> None:
+def test_a_tight_plan_is_not_first_if_one_with_room_has_a_similar_score() -> None:
     for machine in golden_picks.MACHINES:
         plans = answers(machine, "chat").plans
         first, surer = (
@@ -319,7 +323,7 @@ def test_speed_beyond_what_feels_good_does_not_outrank_quality() -> None:
     assert plans[0].model.id == "qwen3.5-9b"
 
 
-def test_a_guess_by_hand_is_no_rating() -> None:
+def test_an_estimate_by_hand_does_not_count_as_a_rating() -> None:
     model = BY_ID["qwen3-8b"]
     guess = replace(
         model.quality[0], benchmark="Artificial Analysis scale, estimated", kind="estimate"
@@ -332,7 +336,7 @@ def test_a_guess_by_hand_is_no_rating() -> None:
 
 
 @pytest.mark.parametrize(("machine", "purpose"), [("N100 16GB", "coding")])
-def test_a_first_pick_without_points_says_so(machine: str, purpose: str) -> None:
+def test_a_first_pick_without_points_is_marked(machine: str, purpose: str) -> None:
     first = answers(machine, purpose).plans[0]
     assert first.score < 0
     assert "no better rated model runs here" in first.why

@@ -26,7 +26,7 @@ def found(name: str, quant: str = "4bit") -> tuple[Model, Variant]:
 
 
 @pytest.mark.parametrize("name", ["qwen3-235b-a22b-instruct-2507", "llama-3.3-70b-instruct"])
-def test_more_machines_hold_less_each_and_are_faster_but_never_as_much_as_they_are_more(
+def test_more_machines_hold_less_each_and_speed_up_less_than_their_number(
     name: str,
 ) -> None:
     model, variant = found(name)
@@ -47,7 +47,7 @@ def test_more_machines_hold_less_each_and_are_faster_but_never_as_much_as_they_a
     assert speeds[1] < speeds[2] < 2 * speeds[1]
 
 
-def test_over_ethernet_the_sums_cost_more_than_sharing_gains() -> None:
+def test_over_ethernet_tensor_parallelism_is_slower_than_one_machine() -> None:
     model, variant = found("qwen3-235b-a22b-instruct-2507")
     boxes = machines("2x m3 ultra 512gb")
     plan = cluster.tensor_parallel_plan(model, variant, SETTINGS, boxes, cluster.LINKS["10gbe"])
@@ -59,7 +59,7 @@ def test_over_ethernet_the_sums_cost_more_than_sharing_gains() -> None:
     )
 
 
-def test_what_does_not_fit_on_each_is_no_plan() -> None:
+def test_a_share_that_does_not_fit_on_a_machine_gives_no_plan() -> None:
     model, variant = found("qwen3-235b-a22b-instruct-2507")
     assert (
         cluster.tensor_parallel_plan(model, variant, SETTINGS, machines("2x m4 max 64gb"), LINK)
@@ -81,7 +81,9 @@ def test_what_does_not_fit_on_each_is_no_plan() -> None:
         ("llama-3.3-70b-instruct", "4bit", "2x m3 ultra 512gb", ""),
     ],
 )
-def test_who_can_share_what_is_said(name: str, quant: str, boxes: str, says: str) -> None:
+def test_the_reason_against_tensor_parallelism_is_reported(
+    name: str, quant: str, boxes: str, says: str
+) -> None:
     model, variant = found(name, quant)
     assert says in cluster.why_not(model, variant, machines(boxes))
     assert bool(says) == bool(cluster.why_not(model, variant, machines(boxes)))
@@ -105,7 +107,7 @@ def test_the_command_shows_both_ways_to_use_two_macs() -> None:
     assert {plan["split"] for plan in told} == {"layers", "shared"}
 
 
-def test_published_rows_are_in_the_range_or_said_to_be_too_fast() -> None:
+def test_predictions_for_tensor_parallel_rows_are_less_than_half_too_fast() -> None:
     """Two rows are too few for a formula: docs/many-machines.md lists both, with their errors."""
     shared = [r for r in compared() if r.shared]
     assert len(shared) >= 2

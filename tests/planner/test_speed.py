@@ -162,7 +162,7 @@ def test_an_old_radeon_multiplies_as_its_data_sheet_says(card: str, tflops: floa
     assert efficiency.nominal_tflops(resolve(card))[0] == pytest.approx(tflops, rel=0.05)
 
 
-def test_an_rx_580s_prompts_are_in_the_range() -> None:
+def test_the_prefill_speed_of_an_rx_580_is_in_the_predicted_range() -> None:
     """346.8 tok/s for 512 tokens with Vulkan
     (https://github.com/geerlingguy/ai-benchmarks/issues/20, February 2025)."""
     m = model("llama-3.2-3b-instruct")
@@ -171,7 +171,7 @@ def test_an_rx_580s_prompts_are_in_the_range() -> None:
     assert "n=2" not in said.basis
 
 
-def test_sparse_attentions_indexer_goes_over_the_whole_context() -> None:
+def test_the_indexer_of_sparse_attention_reads_the_complete_context() -> None:
     """Qwen3.8-Flash-Next on an M5 Max decodes at 20.7 tok/s at 131,072 tokens. Reading its cache
     does not explain this (https://github.com/ggml-org/llama.cpp/pull/28349)."""
     m, files = model("qwen3.8-flash-next"), Variant("gguf", "IQ4_XS", "", (), 94_000_000_000)
@@ -188,7 +188,7 @@ def test_sparse_attentions_indexer_goes_over_the_whole_context() -> None:
     assert speed.decode(resolve("M5 Max 128GB"), blind, files, run, depth=131_072).low > 20.7
 
 
-def test_launches_go_by_the_clock_and_reading_does_not() -> None:
+def test_kernel_launch_times_depend_on_the_clock_and_reading_does_not() -> None:
     m = model("qwen3-8b")
     v = variant(m, "Q4_K_M")
     keys = efficiency.hardware_keys("NVIDIA GeForce RTX 4090", "cuda")
@@ -204,7 +204,7 @@ def test_launches_go_by_the_clock_and_reading_does_not() -> None:
     )
 
 
-def test_unpacking_is_arithmetic_that_full_precision_and_processors_spare() -> None:
+def test_unpacking_costs_arithmetic_except_at_full_precision_and_on_cpus() -> None:
     m = model("qwen3-30b-a3b")
     machine = decode_cost.hardware_of(resolve("M4 Max 128GB"), "llamacpp")
     terms = decode_cost.decode_terms(m, variant(m, "Q4_K_M"), machine)
@@ -221,7 +221,7 @@ def test_unpacking_is_arithmetic_that_full_precision_and_processors_spare() -> N
         assert spared.seconds["unpacked"] == spared.seconds["routed_unpacked"] == 0
 
 
-def test_an_unknown_part_is_predicted_from_its_generation_and_says_so() -> None:
+def test_an_unknown_part_is_predicted_from_its_generation_and_marked() -> None:
     known = resolve("RTX 4090")
     unknown = replace(known, name="GeForce RTX 4099", match="")
     m = model("qwen3-8b")
@@ -232,7 +232,7 @@ def test_an_unknown_part_is_predicted_from_its_generation_and_says_so() -> None:
     assert b.high / b.low >= a.high / a.low
 
 
-def test_nothing_known_is_a_wide_range_not_a_refusal() -> None:
+def test_an_unknown_device_gets_a_wide_range_instead_of_a_refusal() -> None:
     nothing = replace(
         resolve("RTX 4090"),
         name="?",
@@ -264,7 +264,7 @@ ZEN = (
 )
 
 
-def test_a_processors_prompts_are_as_fast_as_its_kernels_were_measured() -> None:
+def test_prefill_on_a_cpu_matches_its_measured_kernel_speeds() -> None:
     m = model("qwen3-8b")
     file, assumed = variant(m, "Q4_K_M"), cpu()
     slow, fast = (
@@ -293,7 +293,7 @@ def test_a_real_processors_prompts_and_tokens_in_both_layouts() -> None:
         assert written.value == pytest.approx(token, rel=0.25)
 
 
-def test_several_streams_of_a_processor_are_no_faster_than_its_kernels() -> None:
+def test_several_streams_on_a_cpu_are_no_faster_than_its_kernels() -> None:
     """Four streams at a depth of 256 tokens each on the same two Zen cores, with full-size files as
     stored: Qwen3-8B decodes at 7.9 tok/s in total and 6.7 with one stream, Qwen3.5-35B-A3B at 13.9
     and 11.7."""
@@ -314,7 +314,7 @@ def test_several_streams_of_a_processor_are_no_faster_than_its_kernels() -> None
     name=st.sampled_from(["qwen3-8b", "gpt-oss-20b"]),
 )
 @example(rates_of=(1.0, 0.5, 1.0), n=39, name="gpt-oss-20b")
-def test_a_row_more_never_makes_a_step_of_a_processor_faster(
+def test_an_additional_sequence_never_increases_the_speed_per_stream_on_a_cpu(
     rates_of: tuple[float, float, float], n: int, name: str
 ) -> None:
     device = replace(
@@ -374,7 +374,7 @@ def test_layers_in_system_memory_add_their_own_time() -> None:
 # --- this machine's own figures -------------------------------------------------------------------
 
 
-def test_a_measurement_replaces_the_table_and_says_so() -> None:
+def test_a_measurement_replaces_the_table_value_and_is_named_as_basis() -> None:
     device, m = cpu(), model("smollm2-135m-instruct")
     v = variant(m, "Q4_1")
     own = speed.decode(device, m, v, measured=[Measured(m, v, "llamacpp", 131.0, depth=64)])
@@ -448,7 +448,7 @@ def test_drafting_pays_for_a_dense_giant_and_not_for_a_small_mixture() -> None:
     assert small < big
 
 
-def test_a_laptops_power_limit_is_in_the_range_and_said() -> None:
+def test_a_power_limited_laptop_is_in_the_range_and_the_limit_is_reported() -> None:
     """RTX 3080 Ti Laptop limited to 115 W: 14.8 tok/s (github.com/sudoingX/qwen38-mtp, pull request
     56)."""
     m = CATALOG.by_id["qwen3.8-27b"]

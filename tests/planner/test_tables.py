@@ -32,7 +32,7 @@ def planned(machine: str) -> Plan:
     return plan_for(resolve(machine), MODEL, BIG, Workload())
 
 
-def test_the_table_is_not_in_memory_and_the_loader_is_told_so() -> None:
+def test_a_per_layer_table_stays_on_disk_in_plan_and_load_spec() -> None:
     plan = planned("DGX Spark")
     assert plan.memory.disk_bytes == TABLE_BYTES
     assert plan.memory.weights_bytes == BIG.file_bytes - TABLE_BYTES
@@ -42,7 +42,7 @@ def test_the_table_is_not_in_memory_and_the_loader_is_told_so() -> None:
     assert (whole.disk_bytes, whole.weights_bytes) == (0, BIG.file_bytes)
 
 
-def test_beside_a_card_the_table_leaves_system_memory() -> None:
+def test_with_a_card_the_table_does_not_count_in_system_memory() -> None:
     plan, device = planned("RTX 4090 + 128GB RAM"), resolve("RTX 4090 + 128GB RAM")
     assert plan.fits == "split"
     whole = memory.need(MODEL, BIG, plan.settings.placed(tables="memory"), device)
@@ -50,7 +50,7 @@ def test_beside_a_card_the_table_leaves_system_memory() -> None:
     assert whole.total_bytes == plan.memory.total_bytes
 
 
-def test_without_the_disk_it_would_not_fit() -> None:
+def test_without_the_table_on_disk_the_model_would_not_fit() -> None:
     """The 128 GB of a Strix Halo hold the remaining 77 GiB, and 64 GB of RAM with a card hold the
     experts."""
     assert planned("Strix Halo 128GB").fits == "yes"
@@ -81,7 +81,7 @@ def test_rows_cost_time_and_a_slow_disk_is_warned_about() -> None:
     assert any(line.startswith("  on disk") for line in explain(plan, device))
 
 
-def test_small_tables_are_read_like_anything_else() -> None:
+def test_small_tables_are_loaded_into_memory() -> None:
     small = MODELS["gemma-4-e2b-it"]
     for variant in small.variants:
         assert (
@@ -92,7 +92,7 @@ def test_small_tables_are_read_like_anything_else() -> None:
         )
 
 
-def test_a_table_read_from_a_header_is_its_part_of_the_input() -> None:
+def test_the_table_size_from_a_header_is_its_share_of_the_input_weights() -> None:
     tokens = MODEL.vocab_size * MODEL.hidden_size
     header = replace(BIG, input_bytes=(MODEL.lookup_params + tokens) // 2)
     assert layer_bytes.table_bytes(MODEL, header) == pytest.approx(

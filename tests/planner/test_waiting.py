@@ -35,7 +35,7 @@ def test_a_thinking_model_answers_later_than_its_twin_that_does_not_think() -> N
     assert scoring.sentence(answers, CHAT) is None
 
 
-def test_an_agents_prompt_that_takes_many_minutes_is_not_offered() -> None:
+def test_a_model_that_prefills_an_agents_prompt_for_many_minutes_is_not_offered() -> None:
     pool = Memory(64 << 30, 62 << 30, 60 << 30, "given")
     slow = Device(
         "a server", "system", "cpu", "server", pool, Figure(200.0, "given"), n_cpu_cores=4
