@@ -261,6 +261,6 @@ def test_every_package_has_its_own_import_contract() -> None:
     assert rooms - bound == {"localllm.cli"}, "the command line alone may know every room"
 
 
-def test_ci_runs_what_a_developer_runs() -> None:
+def test_ci_runs_the_same_checks_as_a_developer() -> None:
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111

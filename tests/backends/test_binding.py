@@ -130,7 +130,7 @@ def test_constants_are_those_of_llama_cpp_python() -> None:
     assert (start_native().GGML_TYPE_F16, start_native().GGML_TYPE_Q8_0) == (1, 8)
 
 
-def test_the_installed_library_has_all_but_what_it_was_built_without() -> None:
+def test_the_installed_library_lacks_only_functions_disabled_at_build_time() -> None:
     lacks = {name for name, why in start_native().capabilities().items() if why}
     assert lacks <= {"rpc", "expert_cache", "fp8_kv", "images", "audio"}
     assert set(CAPABILITIES) > lacks - {"fp8_kv"}
@@ -213,7 +213,7 @@ def test_changed_headers_or_another_library_are_read_again(engine: Path) -> None
     assert len([*(engine.parent / "include").glob("*.json")]) == 2
 
 
-def test_a_folder_that_cannot_be_written_costs_nothing(
+def test_an_unwritable_cache_folder_causes_no_error(
     engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = tempfile.mkstemp
@@ -323,7 +323,9 @@ def test_former_cxx_functions_have_the_mangled_names_of_both_compilers(tmp_path:
 
 
 @pytest.mark.parametrize("place", ["lib/../include", "lib/include", "lib/../../include"])
-def test_headers_are_found_where_installations_have_them(tmp_path: Path, place: str) -> None:
+def test_headers_are_found_in_the_folders_of_common_installations(
+    tmp_path: Path, place: str
+) -> None:
     lib = tmp_path / "prefix" / "lib"
     lib.mkdir(parents=True)
     include = tmp_path / "prefix" / place

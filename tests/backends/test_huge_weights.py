@@ -55,7 +55,7 @@ def test_a_system_reports_whether_it_offers_huge_pages(
     assert huge_page_bytes(system(tmp_path, enabled)) == expected
 
 
-def test_a_system_without_them_moves_nothing(tmp_path: Path) -> None:
+def test_on_a_system_without_huge_pages_no_weights_move(tmp_path: Path) -> None:
     assert huge_page_bytes(tmp_path) == 0
     assert not HugeWeights(tmp_path / "model.gguf", page_bytes=0).move(AMPLE)
 

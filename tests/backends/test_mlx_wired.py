@@ -93,7 +93,7 @@ def test_small_models_cpus_and_a_disabled_setting_are_not_wired(
     assert not [call for call in metal.calls if call[0] == "set_wired_limit"]
 
 
-def test_without_a_gpu_nothing_is_wired_or_cast(
+def test_without_a_gpu_no_weights_are_wired_or_cast(
     load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import mlx.core as mx

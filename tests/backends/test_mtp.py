@@ -183,7 +183,9 @@ SHAPES: dict[str, tuple[Callable[[Path], Path], int]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rejected_drafts_leave_the_state_of_the_tokens_kept(shape: str, tmp_path: Path) -> None:
+def test_rejected_drafts_restore_the_state_of_the_accepted_tokens(
+    shape: str, tmp_path: Path
+) -> None:
     write, n_rewind = SHAPES[shape]
     path = write(tmp_path / "m.gguf")
     backend, reference, rng = load(path, n_rewind=n_rewind), Reference(path), random.Random(2)

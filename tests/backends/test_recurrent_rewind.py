@@ -22,7 +22,7 @@ def load(path: Path, n_rewind: int = 0) -> Backend:
     )
 
 
-def test_random_rollbacks_leave_the_state_of_the_tokens_kept(tmp_path: Path) -> None:
+def test_random_rollbacks_restore_the_state_of_the_remaining_tokens(tmp_path: Path) -> None:
     path = tiny_gguf.write_hybrid(tmp_path / "m.gguf")
     backend, fresh = load(path, REWIND), load(path)
     rng = random.Random(4)

@@ -96,7 +96,7 @@ def test_a_known_name_with_another_memory_size_is_another_part() -> None:
     assert parts_table.by_gpu_name("NVIDIA GeForce RTX 4090", 48 * GIB) is None
 
 
-def test_two_cards_of_one_name_and_size_are_told_apart_by_their_clocks() -> None:
+def test_two_cards_of_one_name_and_size_are_distinguished_by_their_clocks() -> None:
     slow = parts_table.by_gpu_name("NVIDIA GeForce RTX 3060 Ti", 8 * GIB, 448.0)
     fast = parts_table.by_gpu_name("NVIDIA GeForce RTX 3060 Ti", 8 * GIB, 608.0)
     assert slow is not None

@@ -121,7 +121,7 @@ def test_gb10_memory_is_not_counted_twice_if_nvml_reports_it() -> None:
     assert device.memory.available_bytes > 100 * GIB  # NVML's own "free" is 7.4 GiB
 
 
-def test_a_32_gb_card_beside_32_gb_of_ram_is_not_unified_memory() -> None:
+def test_a_32_gb_card_with_32_gb_of_ram_is_not_unified_memory() -> None:
     device = identify(recordings.load("rtx_5090_devicequery"))
     assert device.kind == "discrete"
     assert device.host is not None

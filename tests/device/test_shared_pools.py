@@ -87,7 +87,7 @@ def test_a_jetson_in_a_container_is_known_by_its_memory(
     assert device.bandwidth_gbps.basis == "assumed"
 
 
-def test_the_pool_of_integrated_graphics_beside_a_card_is_named_on_linux() -> None:
+def test_on_linux_the_memory_of_integrated_graphics_is_named_with_a_card() -> None:
     readings = linux(124, HALO, nvml=nvml("NVIDIA GeForce RTX 3090", 24576))
     readings.files.update(amd_graphics(1, 120, "0x1586"))
     device = identify(readings)
@@ -96,7 +96,7 @@ def test_the_pool_of_integrated_graphics_beside_a_card_is_named_on_linux() -> No
     assert any("vulkan" in finding.fix for finding in device.findings)
 
 
-def test_the_pool_of_integrated_graphics_beside_a_card_is_named_on_windows() -> None:
+def test_on_windows_the_memory_of_integrated_graphics_is_named_with_a_card() -> None:
     adapters = adapter("AMD Radeon(TM) 8060S Graphics", 64, r"PCI\VEN_1002&DEV_1586")
     card = nvml("NVIDIA GeForce RTX 3090", 24576)
     device = identify(windows(63.6, HALO, adapters, nvml=card))

@@ -87,7 +87,7 @@ def allowed_s(n: int) -> float:
 
 @pytest.mark.parametrize("streams", [1, 8, 32])
 @pytest.mark.parametrize("factor", [0.5, 1.0])
-def test_a_newcomer_beside_streams_waits_little_longer_than_alone(
+def test_a_new_request_during_streams_waits_little_longer_than_alone(
     streams: int, factor: float
 ) -> None:
     """No concurrent stream pauses for longer than the bound plus one step."""

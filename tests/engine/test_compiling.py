@@ -66,7 +66,7 @@ def finish(engine: Engine, outcome: Outcome) -> None:
     raise AssertionError("the engine does not come to an end")
 
 
-def test_streams_go_on_while_a_grammar_is_compiled(held_back: tuple[Engine, HeldBack]) -> None:
+def test_streams_continue_while_a_grammar_is_compiled(held_back: tuple[Engine, HeldBack]) -> None:
     engine, compiler = held_back
     outcome = Outcome()
     submit(engine, outcome, request_for("stream", "Once upon a time", 60, GREEDY, ignore_eos=True))

@@ -103,7 +103,7 @@ def test_many_draws_fit_the_target(draws: int, a: list[int], b: list[int], seed:
     st.sampled_from([1.0, 0.8]),
     st.sampled_from([0.0, 0.1]),
 )
-def test_verify_couples_with_what_choose_draws_from(
+def test_verification_uses_the_distribution_that_choose_samples_from(
     seed: int, top_k: int, top_p: float, min_p: float
 ) -> None:
     """The sampler applies its filters and temperature to the logits before the result is used as

@@ -162,7 +162,7 @@ def busy_neighbours(n: int) -> Iterator[None]:
 @pytest.mark.skipif(
     (os.cpu_count() or 1) < 2, reason="with one processor there is nothing to leave"
 )
-def test_a_worker_beside_busy_programs_takes_one_thread(few_layers: Path) -> None:
+def test_a_worker_on_a_busy_machine_uses_one_thread(few_layers: Path) -> None:
     async def main() -> list[float]:
         client = await WorkerOptions(
             LoadSpec(str(few_layers), n_ctx=4096), engine={"yields_threads": True}

@@ -190,7 +190,7 @@ def test_tokens_appended_together_form_one_run_after_earlier_sequences_left() ->
     assert ledger.runs(4, 0, 20) == 1
 
 
-def test_llama_cpp_counts_the_runs_of_what_was_decoded_together(tmp_path: Path) -> None:
+def test_llama_cpp_counts_the_runs_of_tokens_decoded_together(tmp_path: Path) -> None:
     path = tiny_gguf.write_llama(tmp_path / "model.gguf")
     backend = llamacpp.load(LoadSpec(str(path), n_ctx=256, n_threads=1))
     a, b = backend.new_sequence(), backend.new_sequence()

@@ -69,7 +69,7 @@ def log_probabilities(backend: Backend, piece: int = 50) -> Logits:
 
 
 @pytest.mark.parametrize("loaded", ["f16", "q8_0", "q4_0"], indirect=True)
-def test_kv_memory_is_what_llamacpp_plans_and_the_shapes_say(
+def test_kv_memory_equals_the_plan_of_llama_cpp_and_the_shapes(
     loaded: Backend, smollm2: Path
 ) -> None:
     kind = loaded.info.kv_type_k

@@ -156,7 +156,7 @@ def test_reserved_huge_pages_do_not_reduce_available_memory() -> None:
     assert system(huge).available_bytes() == 60 * KIB
 
 
-def test_a_kernel_without_mem_available_has_what_is_free_and_cached_but_for_shared_memory() -> None:
+def test_without_mem_available_free_and_cached_memory_count_except_shared_memory() -> None:
     """Kernels before 3.14 and WSL 1: tmpfs counts as cached, but can't be dropped."""
     old = {
         "/proc/meminfo": "MemTotal: 100 kB\nMemFree: 10 kB\nBuffers: 1 kB\nCached: 50 "

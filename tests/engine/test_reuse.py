@@ -286,7 +286,7 @@ def test_a_turn_copies_no_more_than_its_own_tokens_and_states() -> None:
         assert sum(exported) < 100
 
 
-def test_an_edit_in_the_middle_of_a_history_costs_what_follows_it() -> None:
+def test_an_edit_within_a_history_recomputes_only_later_tokens() -> None:
     """This also holds if the prompt arrived as a whole and the position of the edit was unknown."""
     backend = ScriptedBackend(n_ctx=16384, n_seq_max=4, n_batch=256, rewind="none", states=True)
     engine = Engine(backend, EngineSettings(headroom_bytes=0))

@@ -117,7 +117,7 @@ def test_a_file_that_another_server_removed_is_a_miss(tmp_path: Path) -> None:
     second.close()
 
 
-def test_a_layout_in_use_stays_and_one_unused_for_a_day_goes(tmp_path: Path) -> None:
+def test_a_layout_in_use_stays_and_one_unused_for_a_day_is_deleted(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, 10**9)
     cached_of(engine, 1)
     (own,) = {path.parent for path in files(tmp_path)}

@@ -217,7 +217,7 @@ def test_too_many_ids_for_the_context_are_refused_without_the_worker(
     with_model(few_layers, use)
 
 
-def test_a_listener_is_told_when_the_worker_dies(few_layers: Path) -> None:
+def test_a_listener_gets_a_failure_if_the_worker_dies(few_layers: Path) -> None:
     async def use(_: Supervisor, engine: WorkerClient) -> None:
         def kill(event: Event) -> None:
             if isinstance(event, Text):

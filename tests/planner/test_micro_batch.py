@@ -66,7 +66,7 @@ def test_an_arc_gets_no_steps_that_make_its_driver_lose_the_device(
         ("M4 Max 64GB", "auto"),
     ],
 )
-def test_rocm_reads_its_weights_where_others_map_them(machine: str, weights: str) -> None:
+def test_rocm_reads_weights_and_other_backends_map_them(machine: str, weights: str) -> None:
     """On an RX 9070, a mapped file is read at 27 MB/s (sdnext#5028). On a Strix Halo, mapping above
     20 GB hangs (ROCm#6182)."""
     plan = planned(machine, "qwen3-8b")

@@ -188,7 +188,7 @@ def test_native_code_that_needs_a_newer_driver_is_reported() -> None:
     assert "580" in first.needs[0]
 
 
-def test_without_a_compiler_a_wheel_stands_in_for_the_newest_cards() -> None:
+def test_without_a_compiler_the_newest_cards_use_a_wheel() -> None:
     device = resolve("rtx 5090")
     first, second, *_ = found(device, replace(assumed(device), cxx=False))
     assert "build-essential" in first.needs[0]

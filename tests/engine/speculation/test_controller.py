@@ -178,7 +178,7 @@ def test_survival_probabilities_fall_and_end_below_the_cost_of_a_row() -> None:
     assert survival[-1] >= 0.05
 
 
-def test_acceptance_counts_only_what_was_tried() -> None:
+def test_acceptance_counts_only_verified_tokens() -> None:
     acceptance = Acceptance(Acceptance())
     for _ in range(30):
         # Two right, the third wrong: two hits and one miss. The tokens after the miss do not count.
