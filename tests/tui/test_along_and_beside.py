@@ -27,7 +27,7 @@ posix = pytest.mark.skipif(os.name != "posix", reason="a POSIX shell")
 
 
 @posix
-def test_a_command_is_asked_for_once_and_its_output_goes_along(
+def test_a_command_runs_after_approval_and_its_output_is_sent_with_the_question(
     drive: Any, server: ScriptedServer
 ) -> None:
     server.answer("ok")
@@ -68,7 +68,9 @@ def test_a_command_is_asked_for_once_and_its_output_goes_along(
         ("cat", "[it printed nothing]"),
     ],
 )
-def test_what_a_command_prints_is_bounded_and_plain(command: str, says: str) -> None:
+def test_the_output_of_a_command_is_limited_and_has_no_escape_codes(
+    command: str, says: str
+) -> None:
     before = set(psutil.Process().children(recursive=True))
     said = asyncio.run(shell.output_of(command, within_s=0.5 if "sleep" in command else 20))
     assert said.endswith(says)
@@ -97,7 +99,7 @@ def test_escape_ends_a_command(drive: Any) -> None:
     drive(play)
 
 
-def test_what_begins_with_a_mark_and_is_no_command_is_a_question() -> None:
+def test_text_after_a_mark_that_is_not_a_command_is_a_question() -> None:
     assert [commands.parse(text) for text in ("! dear", "!!ls", "!", "!?", "a !ls")] == [None] * 5
     assert commands.parse("!ls -l | wc") == ("run", "ls -l | wc")
     assert commands.question("!!ls") == "!ls"
@@ -118,7 +120,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-def test_a_folder_goes_along_without_what_git_ignores(
+def test_a_folder_is_attached_without_files_that_git_ignores(
     drive: Any, server: ScriptedServer, folder: Path
 ) -> None:
     server.count = lambda text: len(text.split())
@@ -151,7 +153,7 @@ def test_a_folder_goes_along_without_what_git_ignores(
     assert "noise" not in sent
 
 
-def test_a_folder_that_is_too_much_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_too_many_files_or_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no text files"):
         read_files(tmp_path)
     for n in range(MAX_OF_A_FOLDER + 1):
@@ -160,7 +162,7 @@ def test_a_folder_that_is_too_much_is_refused(tmp_path: Path) -> None:
         read_files(tmp_path)
 
 
-def test_another_models_answer_stands_beside_the_first(
+def test_a_retry_with_another_model_is_kept_next_to_the_first_answer(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     server.answer("the first answer")

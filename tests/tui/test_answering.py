@@ -59,7 +59,7 @@ async def said(*events: StreamEvent | Exception) -> AsyncGenerator[StreamEvent, 
         yield event
 
 
-def test_pieces_are_shown_and_kept_and_progress_ends_with_the_first(session: Session) -> None:
+def test_text_is_shown_and_stored_and_progress_ends_with_the_first_piece(session: Session) -> None:
     answering, page = PendingAnswer(session), Page()
     events = (
         WaitNote("loading"), PromptProgress(5, 20), MessagesLeftOut(4),
@@ -84,7 +84,7 @@ def test_pieces_are_shown_and_kept_and_progress_ends_with_the_first(session: Ses
     assert (kept.meta["prompt_tokens"], kept.meta["completion_tokens"]) == (20, 9)
 
 
-def test_an_error_is_raised_and_what_came_is_kept(session: Session) -> None:
+def test_an_error_is_raised_and_the_text_so_far_is_stored(session: Session) -> None:
     answering = PendingAnswer(session)
     with pytest.raises(BusyError):
         asyncio.run(answering.run(said(TextDelta("half"), BusyError("busy")), Page()))
@@ -92,7 +92,7 @@ def test_an_error_is_raised_and_what_came_is_kept(session: Session) -> None:
     assert on_disk(session).meta["finish_reason"] == "error"
 
 
-def test_a_cancelled_answer_closes_the_stream_and_is_kept_with_an_estimate(
+def test_a_cancelled_answer_closes_the_stream_and_is_stored_with_an_estimate(
     session: Session,
 ) -> None:
     answering = PendingAnswer(session)
@@ -123,13 +123,13 @@ def test_a_cancelled_answer_closes_the_stream_and_is_kept_with_an_estimate(
     assert (kept.meta["completion_tokens"], kept.meta["estimated"]) == (2, True)
 
 
-def test_an_answer_without_a_piece_is_no_turn(session: Session) -> None:
+def test_an_answer_without_text_adds_no_turn(session: Session) -> None:
     answering = PendingAnswer(session)
     asyncio.run(answering.run(said(AnswerDone("stop", None)), Page()))
     assert (answering.turn, answering.reason, on_disk(session).role) == (None, "stop", "user")
 
 
-def test_who_leaves_early_keeps_what_came_and_nothing_is_written_after(session: Session) -> None:
+def test_a_closed_answer_keeps_its_text_and_later_events_change_no_data(session: Session) -> None:
     answering = PendingAnswer(session)
 
     async def left() -> AsyncGenerator[StreamEvent, None]:
@@ -141,7 +141,9 @@ def test_who_leaves_early_keeps_what_came_and_nothing_is_written_after(session: 
     assert (on_disk(session).content, on_disk(session).meta["finish_reason"]) == ("half", "stopped")
 
 
-def test_a_full_disk_costs_the_keeping_and_not_the_answer(session: Session, disk: Disk) -> None:
+def test_an_answer_on_a_full_disk_is_shown_and_stored_once_there_is_room(
+    session: Session, disk: Disk
+) -> None:
     answering, page = PendingAnswer(session), Page()
     disk.fill()
     long = "a" * 100_000
@@ -163,7 +165,7 @@ def test_a_full_disk_costs_the_keeping_and_not_the_answer(session: Session, disk
     assert (answering.refused, on_disk(session).content) == (None, f"{long}b")
 
 
-def test_an_answer_that_is_not_kept_is_shown_and_counted() -> None:
+def test_an_answer_that_is_not_stored_is_shown_and_counted() -> None:
     answering, page = AnswerStream(), Page()
     asyncio.run(answering.run(said(TextDelta("a"), AnswerDone("stop", AnswerUsage(3, 1))), page))
     assert (page.seen, answering.reason, answering.meter.used) == (["[]", "a"], "stop", 4)
@@ -187,7 +189,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("pieces", LOOPS.values(), ids=LOOPS)
-def test_an_answer_that_goes_round_is_ended(session: Session, pieces: list[str]) -> None:
+def test_an_answer_that_repeats_itself_is_ended(session: Session, pieces: list[str]) -> None:
     answering = PendingAnswer(session)
     events = [TextDelta(piece) for piece in pieces]
     asyncio.run(answering.run(said(*events, AnswerDone("length", AnswerUsage(1, 9))), Page()))
@@ -199,6 +201,6 @@ def test_an_answer_that_goes_round_is_ended(session: Session, pieces: list[str])
 
 @pytest.mark.parametrize("size", [1, 7, 5000])
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_an_answer_with_like_lines_goes_on(session: Session, text: str, size: int) -> None:
+def test_an_answer_with_similar_lines_is_not_ended(session: Session, text: str, size: int) -> None:
     guard = RepetitionGuard()
     assert not any(guard.loops(text[at : at + size]) for at in range(0, len(text), size))

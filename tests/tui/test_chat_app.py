@@ -63,7 +63,7 @@ def test_the_follow_up_carries_the_conversation(drive: Any, server: ScriptedServ
 
 
 @pytest.mark.parametrize("key", ["escape", "ctrl+c"])
-def test_stopping_keeps_the_text_and_tells_the_server(
+def test_stopping_keeps_the_text_and_closes_the_request_at_the_server(
     drive: Any, server: ScriptedServer, history: History, key: str
 ) -> None:
     until_gone = UntilGone()
@@ -222,7 +222,7 @@ def test_scrolling_up_is_respected_while_text_arrives(drive: Any, server: Script
     drive(play)
 
 
-def test_progress_gives_way_to_the_text(drive: Any, server: ScriptedServer) -> None:
+def test_progress_is_replaced_by_the_text(drive: Any, server: ScriptedServer) -> None:
     server.play(
         Comment("loading"), Say(["text"]), Comment("prefill 24/42 tokens, 0 cached"), Finish()
     )
@@ -252,7 +252,7 @@ def test_reasoning_is_folded_until_asked_for(
     assert (answer.content, answer.reasoning) == ("42", "let me ponder")
 
 
-def test_a_refused_request_shows_the_reason_and_the_way_on(
+def test_a_refused_request_shows_the_reason_and_a_solution(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     error = {
@@ -276,7 +276,7 @@ def test_a_refused_request_shows_the_reason_and_the_way_on(
     assert stored(history) == [("user", "x"), ("assistant", "better")]
 
 
-def test_a_server_that_dies_in_mid_answer_costs_the_rest_only(
+def test_a_server_that_dies_during_an_answer_loses_only_the_rest(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     server.play(Say(["begun "]), Drop())

@@ -34,7 +34,7 @@ def collect(client: ChatClient) -> list[Any]:
     return asyncio.run(main())
 
 
-def test_a_whole_stream(server: ScriptedServer) -> None:
+def test_a_complete_stream_is_read(server: ScriptedServer) -> None:
     server.play(
         Comment("loading"),
         Comment("prefill 512/2048 tokens, 0 cached"),
@@ -84,7 +84,7 @@ class Pieces(httpx.AsyncByteStream):
 
 
 @given(st.text(min_size=1), st.lists(st.integers(1, 7), min_size=1))
-def test_however_the_bytes_are_cut_the_text_is_the_same(text: str, sizes: list[int]) -> None:
+def test_the_text_is_the_same_with_any_division_of_the_bytes(text: str, sizes: list[int]) -> None:
     chunks = [
         {"choices": [{"index": 0, "delta": {"content": c}, "finish_reason": None}]} for c in text
     ]
@@ -114,7 +114,7 @@ def test_a_refusal_becomes_the_error_it_names(server: ScriptedServer) -> None:
     assert refused.value.hint == "shorten it"
 
 
-def test_a_foreign_refusal_is_told_with_its_status() -> None:
+def test_a_refusal_without_our_error_format_is_shown_with_its_status() -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(502, text="bad gateway"))
     with pytest.raises(LocalLLMError, match="502: bad gateway"):
         collect(ChatClient("http://test/v1", transport=transport))
@@ -142,7 +142,7 @@ def test_a_stream_that_ends_too_early_is_an_error(server: ScriptedServer, end: A
         collect(ChatClient(server.base_url))
 
 
-def test_nobody_there(server: ScriptedServer) -> None:
+def test_a_server_that_is_not_running_is_an_error_with_a_hint(server: ScriptedServer) -> None:
     with ScriptedServer() as gone:
         pass
     with pytest.raises(ServerUnreachableError) as error:
@@ -184,7 +184,7 @@ def test_a_proxy_in_the_environment_is_not_used(
         ({"id": "m"}, None),
     ],
 )
-def test_the_context_length_under_its_several_names(
+def test_the_context_length_is_read_under_each_of_its_names(
     entry: dict[str, Any], n_ctx: int | None
 ) -> None:
     async def main() -> list[ListedModel]:
@@ -210,7 +210,7 @@ def listing(entries: list[dict[str, Any]]) -> ChatClient:
         ("http://10.0.0.7:8080/v1", False),
     ],
 )
-def test_a_server_on_this_machine_is_known_by_its_address(url: str, local: bool) -> None:
+def test_a_local_server_is_recognised_by_its_address(url: str, local: bool) -> None:
     assert ChatClient(url).is_local is local
 
 

@@ -113,7 +113,7 @@ def test_piped_text_goes_before_the_prompt(
     assert question(server) == "a long text\n\nSummarise this"
 
 
-def test_no_terminal_and_no_question_asks_a_first_one(
+def test_without_a_terminal_and_a_question_the_default_question_is_sent(
     server: ScriptedServer, served: list[str | None]
 ) -> None:
     server.answer("Hello!")
@@ -122,7 +122,7 @@ def test_no_terminal_and_no_question_asks_a_first_one(
     assert question(server) == FIRST_QUESTION
 
 
-def test_a_file_goes_along(
+def test_an_attached_file_is_sent_with_the_question(
     server: ScriptedServer, served: list[str | None], tmp_path: Path
 ) -> None:
     (tmp_path / "n.txt").write_text("seven")
@@ -131,7 +131,7 @@ def test_a_file_goes_along(
     assert question(server) == "File n.txt:\n```txt\nseven\n```\n\nwhich number?"
 
 
-def test_a_folder_goes_along_with_its_texts(
+def test_the_text_files_of_an_attached_folder_are_sent_with_the_question(
     server: ScriptedServer, served: list[str | None], tmp_path: Path
 ) -> None:
     folder = tmp_path / "Ordner mit Ümlaut"
@@ -158,7 +158,7 @@ def test_a_folder_goes_along_with_its_texts(
         ([], b"\xff\xfe", "not UTF-8"),
     ],
 )
-def test_what_is_wrong_is_said_before_a_model_is_loaded(
+def test_wrong_usage_is_an_error_before_a_model_is_loaded(
     served: list[str | None], args: list[str], piped: str | bytes, why: str
 ) -> None:
     with pytest.raises(UsageError, match=why):
@@ -187,7 +187,7 @@ def test_text_before_an_error_is_printed(server: ScriptedServer, served: list[st
     assert "died" in done.stderr
 
 
-def test_continue_goes_on_with_the_last_conversation(
+def test_continue_resumes_the_last_conversation(
     server: ScriptedServer, served: list[str | None]
 ) -> None:
     with History() as history:
@@ -318,7 +318,7 @@ def test_on_a_terminal_the_screen_opens_and_the_conversation_is_kept(
 
 
 @pty
-def test_for_a_screen_reader_lines_are_only_added(
+def test_in_screen_reader_mode_lines_are_only_added(
     server: ScriptedServer, terminal: Callable[..., Terminal]
 ) -> None:
     server.play(
@@ -338,7 +338,7 @@ def test_for_a_screen_reader_lines_are_only_added(
 
 
 @pty
-def test_a_paste_with_escapes_and_bytes_that_are_no_text_is_one_question(
+def test_a_paste_with_escapes_and_invalid_bytes_is_one_question(
     server: ScriptedServer, terminal: Callable[..., Terminal]
 ) -> None:
     server.answer("Bonjour")
@@ -402,7 +402,7 @@ def test_a_closed_terminal_ends_the_chat_with_the_answer_kept(
 
 
 @pty
-def test_no_colour_when_it_is_not_wanted(
+def test_no_colour_is_printed_with_no_color_set(
     server: ScriptedServer, terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hues(chat_: Terminal) -> list[tuple[int, int, int]]:
@@ -417,7 +417,7 @@ def test_no_colour_when_it_is_not_wanted(
 
 
 @pty
-def test_line_by_line_on_a_terminal_that_can_do_no_more(
+def test_a_dumb_terminal_gets_a_line_based_chat(
     server: ScriptedServer, terminal: Callable[..., Terminal]
 ) -> None:
     server.answer("one\x1b[2J")

@@ -143,7 +143,7 @@ def test_a_retry_that_fails_leaves_the_answer_there_was(
     assert stored(history) == [("user", "q"), ("assistant", "good answer")]
 
 
-def test_edit_asks_differently_and_the_old_question_stays_beside_it(
+def test_edit_sends_a_changed_question_and_keeps_the_old_one_as_a_version(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     for answer in ("one", "two", "three"):
@@ -242,7 +242,7 @@ def test_the_system_prompt_is_sent_first_and_can_change(drive: Any, server: Scri
     assert firsts[2] == {"role": "user", "content": "a"}
 
 
-def test_model_switches_among_those_served(drive: Any, server: ScriptedServer) -> None:
+def test_model_switches_between_the_served_models(drive: Any, server: ScriptedServer) -> None:
     server.models = [
         {"id": "scripted", "context_length": 1000},
         {"id": "other", "context_length": 50},
@@ -296,7 +296,7 @@ def test_a_file_too_large_for_the_context_is_refused_at_once(drive: Any, tmp_pat
     drive(play, size=(160, 50))
 
 
-def test_an_unsent_draft_survives(drive: Any, server: ScriptedServer) -> None:
+def test_an_unsent_draft_is_restored_at_the_next_start(drive: Any, server: ScriptedServer) -> None:
     server.answer("ok")
 
     async def first(d: Driver) -> None:
@@ -337,7 +337,7 @@ def test_tab_completes_a_command(drive: Any) -> None:
     drive(play)
 
 
-def test_up_brings_back_questions_and_down_leaves_them(drive: Any, server: ScriptedServer) -> None:
+def test_up_recalls_earlier_questions_and_down_returns(drive: Any, server: ScriptedServer) -> None:
     server.answer("1")
     server.answer("2")
 
@@ -370,7 +370,7 @@ def test_the_models_text_cannot_steer_the_terminal(
     drive(play)
 
 
-def test_a_full_context_is_announced_before_it_hurts(drive: Any, server: ScriptedServer) -> None:
+def test_a_nearly_full_context_causes_a_warning(drive: Any, server: ScriptedServer) -> None:
     server.answer("ok", usage=(900, 50, 0))
 
     async def play(d: Driver) -> None:

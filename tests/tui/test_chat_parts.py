@@ -109,7 +109,7 @@ def test_a_speed_leaves_out_the_time_of_a_tool() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 10_000), st.integers(1, 40))
-def test_the_bar_shows_the_share_and_is_honest_at_both_ends(
+def test_the_bar_shows_the_share_and_is_empty_or_full_only_at_the_ends(
     used: int, n_ctx: int, cells: int
 ) -> None:
     shown = bar(used, n_ctx, cells)
@@ -174,11 +174,11 @@ def test_elide_cuts_to_cells(text: str, cells: int) -> None:
         (3 * 86400, "3 days ago"),
     ],
 )
-def test_ago(seconds: float, words: str) -> None:
+def test_times_are_shown_relative_to_now(seconds: float, words: str) -> None:
     assert ago(seconds) == words
 
 
-def test_one_is_one() -> None:
+def test_counts_of_one_have_a_singular_noun() -> None:
     assert [how_many(n, "message") for n in (0, 1, 2)] == ["0 messages", "1 message", "2 messages"]
 
 
@@ -198,11 +198,13 @@ def test_one_is_one() -> None:
         ("", None),
     ],
 )
-def test_what_is_a_command_and_what_a_question(typed: str, parsed: tuple[str, str] | None) -> None:
+def test_typed_text_is_parsed_as_a_command_or_a_question(
+    typed: str, parsed: tuple[str, str] | None
+) -> None:
     assert commands.parse(typed) == parsed
 
 
-def test_two_slashes_send_one() -> None:
+def test_two_slashes_at_the_start_send_one() -> None:
     assert commands.question("//new is a word") == "/new is a word"
 
 
@@ -225,14 +227,14 @@ def test_every_command_is_explained_under_one_name() -> None:
     ]
 
 
-def test_reading_a_file(tmp_path: Path) -> None:
+def test_a_text_file_is_read_as_utf_8_without_its_byte_order_mark(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"\xef\xbb\xbfgr\xc3\xbc\xc3\x9fe")
     assert read_text(file) == ("a.txt", "grüße")
 
 
 @needs_pdf()
-def test_a_pdf_goes_along_as_its_text(tmp_path: Path) -> None:
+def test_a_pdf_is_attached_as_its_text(tmp_path: Path) -> None:
     (tmp_path / "two.pdf").write_bytes(pdf(["first words", "", "last words"]))
     assert read_text(tmp_path / "two.pdf") == (
         "two.pdf",
@@ -262,7 +264,7 @@ def test_a_pdf_without_its_extra_says_what_to_install(
     assert "localllm[pdf]" in refusal.value.hint
 
 
-def test_what_is_not_a_text_file_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("grüße".encode("latin-1"))
     (tmp_path / "zero.bin").write_bytes(b"a\0b")
     for name, why in (
@@ -275,7 +277,7 @@ def test_what_is_not_a_text_file_is_refused_with_the_reason(tmp_path: Path) -> N
             read_text(tmp_path / name)
 
 
-def test_files_together_must_have_room() -> None:
+def test_attached_files_must_fit_the_context_together() -> None:
     check_fits_context([("a", "x" * 400), ("b", "x" * 400)], 100)
     check_fits_context([("a", "x" * 10**6)], None)
     with pytest.raises(ContextLengthError, match="a, b: 801 bytes"):
@@ -283,7 +285,7 @@ def test_files_together_must_have_room() -> None:
 
 
 @given(st.text())
-def test_printable_keeps_the_text_and_drops_what_steers(text: str) -> None:
+def test_printable_keeps_the_text_and_drops_control_characters(text: str) -> None:
     shown = printable(text)
     assert not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 for c in shown)
     assert printable(shown) == shown

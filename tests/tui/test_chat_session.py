@@ -105,7 +105,7 @@ def test_a_retry_never_loses_the_earlier_answers(session: Session, history: Hist
     assert [t.content for t in reopened.turns] == ["q", "one"]
 
 
-def test_any_turn_has_versions_and_what_followed_each_comes_back(
+def test_any_turn_has_versions_and_the_turns_after_each_version_are_restored(
     session: Session, history: History
 ) -> None:
     first = session.ask("a")
@@ -124,7 +124,7 @@ def test_any_turn_has_versions_and_what_followed_each_comes_back(
     assert len(history.list()) == 1
 
 
-def test_an_answer_in_the_middle_is_answered_again_and_gone_on_with_beside_it(
+def test_an_answer_in_the_middle_can_be_continued_or_generated_again_as_a_new_version(
     session: Session,
 ) -> None:
     session.ask("a")
@@ -145,7 +145,7 @@ def test_an_answer_in_the_middle_is_answered_again_and_gone_on_with_beside_it(
     assert [t.content for t in session.turns] == ["a", "anew"]
 
 
-def test_a_turn_removed_gives_way_to_its_other_version(session: Session, history: History) -> None:
+def test_removing_a_turn_shows_its_other_version(session: Session, history: History) -> None:
     session.ask("a")
     _answered(session, "one")
     session.ask("b")
@@ -162,7 +162,7 @@ def test_a_turn_removed_gives_way_to_its_other_version(session: Session, history
     assert history.list() == []
 
 
-def test_a_branch_of_its_own_has_a_title_of_its_own(session: Session, history: History) -> None:
+def test_a_separate_branch_has_its_own_title(session: Session, history: History) -> None:
     session.set_system("Be brief")
     session.ask("a", [("f.txt", "x")])
     _answered(session, "one")
@@ -177,7 +177,7 @@ def test_a_branch_of_its_own_has_a_title_of_its_own(session: Session, history: H
     assert session.turns[-1].content == "b"
 
 
-def test_a_retry_that_gave_nothing_changes_nothing(session: Session, history: History) -> None:
+def test_a_retry_without_text_changes_no_turn(session: Session, history: History) -> None:
     session.ask("q")
     answer = PendingAnswer(session)
     answer.add("good")
@@ -213,7 +213,7 @@ def test_a_changed_question_keeps_its_files(session: Session, history: History) 
     assert len(history.list()) == 1
 
 
-def test_nothing_to_answer_is_said(session: Session) -> None:
+def test_an_answer_without_a_question_is_refused(session: Session) -> None:
     for action in (lambda: PendingAnswer(session), lambda: PendingAnswer(session, continues=True)):
         with pytest.raises(UsageError):
             action()
@@ -243,18 +243,18 @@ def test_a_title_is_one_short_line(text: str) -> None:
 
 
 @given(st.lists(st.text(alphabet="ab`~ \n#", max_size=40), max_size=3))
-def test_any_file_survives_its_fence(bodies: list[str]) -> None:
+def test_any_file_content_is_kept_inside_its_code_block(bodies: list[str]) -> None:
     message = "\n\n".join(
         [*(fenced(f"f{i}.md", body) for i, body in enumerate(bodies)), "question"]
     )
     assert code_blocks(message) == [body.rstrip() for body in bodies]
 
 
-def test_an_unclosed_code_block_counts() -> None:
+def test_an_unclosed_code_block_is_found() -> None:
     assert code_blocks("x\n```py\na = 1\nb") == ["a = 1\nb"]
 
 
-def test_drafts_are_kept_apart_and_removed_when_empty(tmp_path: Path) -> None:
+def test_drafts_are_stored_separately_and_removed_when_empty(tmp_path: Path) -> None:
     drafts = Drafts(tmp_path / "drafts")
     assert drafts.load(None) == ""
     drafts.save(None, "new")
@@ -266,7 +266,7 @@ def test_drafts_are_kept_apart_and_removed_when_empty(tmp_path: Path) -> None:
     assert (tmp_path / "drafts" / "abc.txt").stat().st_mode & 0o077 == 0
 
 
-def test_a_slow_disk_holds_no_key_and_the_newest_draft_is_written(
+def test_a_slow_disk_delays_no_key_and_the_newest_draft_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafts, turns, replaced = Drafts(tmp_path / "drafts"), threading.Event(), os.replace

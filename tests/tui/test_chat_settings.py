@@ -16,7 +16,7 @@ from tui.scripted_sse import Finish, Say, ScriptedServer
     ("thinking", "title", "text"),
     [("shown", True, True), ("folded", True, False), ("off", False, False)],
 )
-def test_thinking_is_shown_as_the_setting_wants_until_a_key_changes_it(
+def test_reasoning_is_shown_as_set_until_a_key_changes_it(
     drive: Any, server: ScriptedServer, thinking: str, title: bool, text: bool
 ) -> None:
     server.play(Say(["a deep thought"], "reasoning_content"), Say(["Yes."]), Finish())

@@ -38,7 +38,7 @@ async def _panel(d: Driver, key: str = "ctrl+o") -> None:
     await d.pilot.pause()
 
 
-def test_a_word_is_shown_where_it_was_said_and_opened_there(drive: Any, history: History) -> None:
+def test_a_search_hit_is_shown_in_its_turn_and_opened_there(drive: Any, history: History) -> None:
     session = _said(history, "rivers", "the Danube and others", "more")
     # the branch with the Danube is no longer shown
     session.ask("seas", instead=session.turns[0])
@@ -59,7 +59,7 @@ def test_a_word_is_shown_where_it_was_said_and_opened_there(drive: Any, history:
     drive(play)
 
 
-def test_words_are_found_in_the_conversation_on_screen_alone(drive: Any, history: History) -> None:
+def test_find_searches_only_the_open_conversation(drive: Any, history: History) -> None:
     _said(history, "elsewhere", "a needle too")
     session = _said(
         history, *(f"turn {n}" + (" with a needle" if n == 3 else "") for n in range(60))
@@ -79,7 +79,7 @@ def test_words_are_found_in_the_conversation_on_screen_alone(drive: Any, history
     drive(play, resume=session.id)
 
 
-def test_the_next_and_the_one_before_are_a_key_away_and_each_hit_is_marked(
+def test_keys_move_to_the_next_and_previous_hit_and_each_hit_is_marked(
     drive: Any, history: History
 ) -> None:
     """Keys move to the next and the previous hit, and each hit is marked.
@@ -159,7 +159,9 @@ def test_a_narrow_list_shows_the_title_first(drive: Any, history: History) -> No
     drive(play, size=(40, 20))
 
 
-def test_where_nothing_is_found_nothing_is_opened_or_removed(drive: Any, history: History) -> None:
+def test_an_empty_search_result_opens_or_removes_no_conversation(
+    drive: Any, history: History
+) -> None:
     async def play(d: Driver) -> None:
         for typed, said in (("", "no conversations yet"), ("x", "nothing found")):
             await _panel(d)
@@ -173,7 +175,9 @@ def test_where_nothing_is_found_nothing_is_opened_or_removed(drive: Any, history
     drive(play)
 
 
-def test_of_two_thousand_turns_those_on_screen_are_drawn(drive: Any, history: History) -> None:
+def test_only_the_visible_turns_of_a_long_conversation_are_drawn(
+    drive: Any, history: History
+) -> None:
     conv = history.create("long", "scripted")
     roles = ("assistant", "user")
     turns = [

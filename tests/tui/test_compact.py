@@ -33,7 +33,7 @@ def _stored(history: History) -> list[tuple[str, str]]:
     return [(m.role, m.content) for m in history.messages(history.list()[0].id)]
 
 
-def test_a_full_context_keeps_the_question_and_compact_answers_it(
+def test_a_question_refused_for_a_full_context_is_answered_after_compact(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     server.answer("one")
@@ -66,7 +66,7 @@ def test_a_full_context_keeps_the_question_and_compact_answers_it(
     ]
 
 
-def test_compacting_is_kept_with_the_conversation_and_taken_back(
+def test_compacting_is_stored_with_the_conversation_and_can_be_turned_off(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     server.play(FULL)
@@ -131,7 +131,7 @@ def test_the_model_gets_a_summary_in_place_of_the_earlier_messages(
     assert sent == ["first", "The plates are copper.", "second", "two", "third", "three", "fourth"]
 
 
-def test_lasting_facts_are_in_a_file_that_the_user_may_change(
+def test_lasting_facts_are_in_a_file_that_the_user_can_edit(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     server.answer("one")
@@ -169,7 +169,7 @@ def test_lasting_facts_are_in_a_file_that_the_user_may_change(
     assert [*(history.path.parent / "facts").iterdir()] == []
 
 
-def test_a_summary_is_prepared_when_nobody_types(drive: Any, server: ScriptedServer) -> None:
+def test_a_summary_is_prepared_while_the_user_is_idle(drive: Any, server: ScriptedServer) -> None:
     server.answer("one", usage=(880, 20, 0))
     server.answer("A title of it")
     server.answer("- The port is 8080.\nAll is done.", usage=(910, 40, 880))
@@ -233,7 +233,7 @@ def test_an_edited_question_stays_compacted(history: History) -> None:
     assert not Session(history, "m").compacts
 
 
-def test_compact_before_any_question_says_so(drive: Any) -> None:
+def test_compact_before_any_question_is_refused(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.ask("/compact")
         assert "there is no question yet" in d.screen()
@@ -241,7 +241,7 @@ def test_compact_before_any_question_says_so(drive: Any) -> None:
     drive(play)
 
 
-def test_where_even_that_does_not_help_compact_is_not_offered(
+def test_compact_is_not_offered_again_after_it_did_not_help(
     drive: Any, server: ScriptedServer
 ) -> None:
     server.play(FULL)
@@ -257,7 +257,7 @@ def test_where_even_that_does_not_help_compact_is_not_offered(
     drive(play)
 
 
-def test_no_warning_of_a_full_context_where_it_is_compacted(
+def test_no_warning_of_a_full_context_if_it_is_compacted(
     drive: Any, server: ScriptedServer
 ) -> None:
     server.answer("ok", usage=(900, 50, 0))

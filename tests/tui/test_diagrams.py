@@ -83,7 +83,7 @@ def test_a_diagram_is_drawn_if_it_fits(code: str, drawn: str) -> None:
         "graph TD\n" + "\n".join(f"A{n} --> A{n + 1}" for n in range(90)),
     ],
 )  # fmt: skip
-def test_what_cannot_be_drawn_is_shown_as_its_source(code: str) -> None:
+def test_a_diagram_that_cannot_be_drawn_is_shown_as_its_source(code: str) -> None:
     assert diagram_rows(code, 200) == ()
     fence = f"```mermaid\n{code}\n```"
     seen = [row.text.plain.strip() for row in MarkdownRows(fence).at(80)]
@@ -92,7 +92,7 @@ def test_what_cannot_be_drawn_is_shown_as_its_source(code: str) -> None:
 
 @given(st.text('AB[](){}|>-=.&;: \n"<xo\u202e你\u0301', max_size=80), st.integers(20, 80))
 @settings(max_examples=200, deadline=None)
-def test_whatever_a_model_writes_stays_within_the_width(text: str, width: int) -> None:
+def test_any_diagram_source_stays_within_the_width(text: str, width: int) -> None:
     for begun in (
         "graph TD\nA[",
         "graph LR\nA-->B\n",
@@ -121,6 +121,6 @@ def test_a_diagram_is_drawn_when_its_block_ends_and_copied_as_its_source(
     drive(play, copy=lambda text: copied.append(text.strip("\n")) or True)
 
 
-def test_a_block_without_its_end_is_not_drawn_yet() -> None:
+def test_an_unclosed_diagram_block_is_not_drawn_yet() -> None:
     rows = MarkdownRows(f"```mermaid\n{CHART}\n").at(80)
     assert rows[1].text.plain.strip() == "flowchart TD"

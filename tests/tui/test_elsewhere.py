@@ -18,7 +18,7 @@ from tui.conftest import Driver
 from tui.scripted_sse import Finish, Gate, Say
 
 
-def test_reading_a_prompt_tells_rate_elapsed_and_remaining() -> None:
+def test_prefill_progress_shows_rate_elapsed_and_remaining_time() -> None:
     now_s = [0.0]
     meter = AnswerMeter(lambda: now_s[0])
     # the cache had these tokens
@@ -38,7 +38,7 @@ def test_reading_a_prompt_tells_rate_elapsed_and_remaining() -> None:
     assert meter.prompt_tokens == 10_000
 
 
-def test_a_notice_rings_names_and_cannot_be_written_by_a_title() -> None:
+def test_a_notice_rings_the_bell_and_a_title_adds_no_control_characters() -> None:
     said = notice("answered: rm\x1b]52;c;evil\x07\nline")
     assert said.startswith("\a\x1b]9;answered: rm")
     assert "\x1b]52" not in said
@@ -46,7 +46,7 @@ def test_a_notice_rings_names_and_cannot_be_written_by_a_title() -> None:
 
 
 @pytest.mark.parametrize(("looks_away", "seconds"), [(True, 0.0), (False, 0.0), (True, 1e9)])
-def test_of_a_long_answer_one_who_looks_away_is_told(
+def test_a_long_answer_sends_a_notice_if_the_terminal_is_not_focused(
     drive: Any, server: Any, monkeypatch: pytest.MonkeyPatch, looks_away: bool, seconds: float
 ) -> None:
     written: list[str] = []

@@ -32,7 +32,7 @@ def session(history: History) -> Session:
     return session
 
 
-def test_markdown_holds_versions_thinking_and_system_prompts_in_place(session: Session) -> None:
+def test_markdown_contains_versions_reasoning_and_system_prompts_in_place(session: Session) -> None:
     assert to_markdown(session) == (
         "# what?\n\n## System\n\nBe brief\n\n## You\n\nwhat?\n\n## m\n\nthat\n\n"
         "<details><summary>version 1 of "
@@ -41,7 +41,7 @@ def test_markdown_holds_versions_thinking_and_system_prompts_in_place(session: S
     )
 
 
-def test_json_holds_every_branch(session: Session) -> None:
+def test_json_contains_every_branch(session: Session) -> None:
     said = json.loads(to_json(session))
     assert (said["format"], said["title"], said["model"]) == ("localllm-conversation", "what?", "m")
     assert [(m["role"], m["content"]) for m in said["messages"]] == [
@@ -77,7 +77,7 @@ def _shape(history: History, conv_id: str) -> list[tuple[object, ...]]:
     ]
 
 
-def test_what_was_saved_is_read_back_whole(
+def test_an_exported_json_is_imported_with_all_branches(
     session: Session, history: History, tmp_path: Path
 ) -> None:
     session.other_version(session.turns[1], -1)
@@ -96,7 +96,7 @@ def test_what_was_saved_is_read_back_whole(
      '{"format": "localllm-conversation", "version": 1, "messages": [{"id": 1, "role": "root", '
      '"content": "x"}]}'],
 )  # fmt: skip
-def test_what_is_no_conversation_is_refused_and_nothing_is_written(
+def test_an_invalid_import_file_is_refused_and_adds_no_conversation(
     said: str, history: History, tmp_path: Path
 ) -> None:
     file = tmp_path / "x.json"

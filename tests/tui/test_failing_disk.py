@@ -27,7 +27,7 @@ def texts(history: History) -> list[str]:
 LONG = "word " * 3000
 
 
-def test_an_answer_that_the_full_disk_refused_is_written_once_there_is_room(
+def test_an_answer_that_a_full_disk_refused_is_written_once_there_is_room(
     drive: Any, server: ScriptedServer, history: History, disk: Disk
 ) -> None:
     gate = Gate()
@@ -51,7 +51,7 @@ def test_an_answer_that_the_full_disk_refused_is_written_once_there_is_room(
     assert history.messages(history.list()[0].id)[1].complete
 
 
-def test_a_whole_answer_that_was_refused_is_sent_along_and_written_before_the_next_question(
+def test_an_answer_refused_by_the_disk_is_sent_and_written_with_the_next_question(
     drive: Any, server: ScriptedServer, history: History, disk: Disk
 ) -> None:
     gate = Gate()
@@ -76,7 +76,7 @@ def test_a_whole_answer_that_was_refused_is_sent_along_and_written_before_the_ne
     assert texts(history) == ["q", LONG, "r", "fine"]
 
 
-def test_an_answer_that_ends_while_another_program_holds_the_file_is_written_after_it(
+def test_an_answer_that_ends_while_the_file_is_locked_is_written_later(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     gate = Gate()
@@ -131,7 +131,7 @@ def test_a_failed_answer_on_a_full_disk_is_an_error_and_no_crash(
     assert texts(history) == ["q", "first", "r", "again"]
 
 
-def test_every_key_and_command_on_a_disk_that_refuses_says_so(
+def test_every_key_and_command_reports_a_disk_that_refuses_writes(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     session = Session(history, "scripted")

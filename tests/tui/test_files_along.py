@@ -35,7 +35,7 @@ def files_of(d: Driver) -> FileMenu:
     return d.app.page.query_one(FileMenu)
 
 
-def test_the_files_of_a_folder_are_those_a_person_would_look_for(folder: Path) -> None:
+def test_the_file_list_omits_hidden_and_ignored_files(folder: Path) -> None:
     assert files_below(folder) == [
         "notes.txt",
         "src/deep/engine.py",
@@ -44,7 +44,7 @@ def test_the_files_of_a_folder_are_those_a_person_would_look_for(folder: Path) -
     ]
 
 
-def test_an_at_finds_a_file_says_its_cost_and_sends_it_along(
+def test_an_at_finds_a_file_shows_its_tokens_and_attaches_it(
     drive: Any, server: ScriptedServer, folder: Path
 ) -> None:
     server.count = lambda text: len(text.split())
@@ -70,7 +70,7 @@ def test_an_at_finds_a_file_says_its_cost_and_sends_it_along(
     assert server.requests[0]["messages"][0]["content"].startswith("File engine.py:\n```py\nx = 1")
 
 
-def test_every_file_on_the_screen_has_its_cost_and_so_has_what_is_scrolled_to(
+def test_every_visible_file_has_its_token_count_after_scrolling_too(
     drive: Any, server: ScriptedServer, folder: Path
 ) -> None:
     server.count = lambda text: len(text.split())
@@ -93,7 +93,7 @@ def test_every_file_on_the_screen_has_its_cost_and_so_has_what_is_scrolled_to(
     drive(play, size=(120, 40))
 
 
-def test_a_file_that_can_not_go_along_is_not_taken(
+def test_a_file_too_long_for_the_context_is_not_attached(
     drive: Any, server: ScriptedServer, folder: Path
 ) -> None:
     server.count = lambda text: len(text.split())
@@ -113,7 +113,7 @@ def test_a_file_that_can_not_go_along_is_not_taken(
     drive(play, toasts=True)
 
 
-def test_an_at_within_a_word_is_a_letter(drive: Any, folder: Path) -> None:
+def test_an_at_within_a_word_opens_no_list(drive: Any, folder: Path) -> None:
     async def play(d: Driver) -> None:
         await d.press(*"me", "@", *"home")
         assert not files_of(d).display
@@ -122,7 +122,7 @@ def test_an_at_within_a_word_is_a_letter(drive: Any, folder: Path) -> None:
     drive(play)
 
 
-def test_paths_that_a_terminal_types_for_dropped_files_are_known(tmp_path: Path) -> None:
+def test_paths_that_a_terminal_types_for_dropped_files_are_recognised(tmp_path: Path) -> None:
     plain, spaced = tmp_path / "a.txt", tmp_path / "b c'd.txt"
     for path in (plain, spaced):
         path.write_text("x")
@@ -144,7 +144,7 @@ def test_paths_that_a_terminal_types_for_dropped_files_are_known(tmp_path: Path)
         assert dropped_files(text) == [], text
 
 
-def test_a_file_dropped_goes_along_and_can_be_taken_back(
+def test_a_dropped_file_is_attached_and_can_be_removed(
     drive: Any, server: ScriptedServer, folder: Path
 ) -> None:
     server.answer("ok")
@@ -164,7 +164,7 @@ def test_a_file_dropped_goes_along_and_can_be_taken_back(
     assert server.requests[0]["messages"][0]["content"] == "/etc/nothing like a path"
 
 
-def test_a_megabyte_pasted_goes_along_as_a_file_or_is_said_to_be_too_long(
+def test_a_pasted_megabyte_is_attached_as_a_file_or_refused_as_too_long(
     drive: Any, server: ScriptedServer
 ) -> None:
     server.models = [{"id": "scripted", "context_length": 200_000}]
@@ -187,7 +187,7 @@ def test_a_megabyte_pasted_goes_along_as_a_file_or_is_said_to_be_too_long(
 
 
 @pytest.mark.parametrize("said", ["hi @alice ok ?", "@ home", "@notes and more", "a @zz"])
-def test_an_at_in_prose_swallows_no_key(
+def test_an_at_in_prose_loses_no_key(
     drive: Any, server: ScriptedServer, folder: Path, said: str
 ) -> None:
     server.answer("ok")
@@ -204,7 +204,7 @@ def test_an_at_in_prose_swallows_no_key(
     assert server.requests[0]["messages"][0]["content"] == said
 
 
-def test_the_list_of_files_is_under_the_message_and_filters(
+def test_the_list_of_files_is_below_the_message_and_is_filtered(
     drive: Any, server: ScriptedServer, folder: Path
 ) -> None:
     async def play(d: Driver) -> None:

@@ -50,7 +50,7 @@ def test_a_formula_is_written_in_unicode(said: str, seen: str) -> None:
         r"$\unknownmacro{x} = 1$", r"$\frac$",
     ],
 )  # fmt: skip
-def test_what_is_no_formula_stands_as_it_is(said: str) -> None:
+def test_text_that_is_not_a_formula_is_not_changed(said: str) -> None:
     assert " ".join(shown(said, 2000).split()) == said.replace("`", "")
 
 
@@ -67,20 +67,20 @@ def test_code_is_never_a_formula() -> None:
 
 @given(st.text("\\{}$^_&%#~ abfracsqt[]()\n12=", max_size=300))
 @settings(max_examples=200, deadline=None)
-def test_whatever_a_model_writes_is_shown(said: str) -> None:
+def test_any_formula_source_is_shown(said: str) -> None:
     assert "\x1b" not in as_unicode(said)
     assert max(map(len, as_lines(said, 40)), default=0) <= 120
     MarkdownRows(f"$${said}$$ \\({said}\\)").at(40)
 
 
-def test_no_formula_reads_a_file_or_talks_to_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_formula_reads_a_file_or_writes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         assert "root" not in as_unicode(r"\input{/etc/passwd} \include{/etc/passwd}")
         assert as_unicode(r"\alpha") == "α"
     assert not [record for record in caplog.records if record.name.startswith("pylatexenc")]
 
 
-def test_eighty_formulas_have_their_text() -> None:
+def test_eighty_formulas_have_the_expected_text() -> None:
     assert len(FORMULAS) == 80
     wrong = [
         (latex, as_unicode(latex), text) for latex, text in FORMULAS if as_unicode(latex) != text
@@ -110,7 +110,7 @@ def test_a_displayed_formula_is_drawn_on_several_rows(latex: str, rows: list[str
     assert shown(f"$$\n{latex}\n$$") == "\n".join("    " + row for row in rows)
 
 
-def test_a_displayed_formula_without_room_is_written_on_one_line() -> None:
+def test_a_displayed_formula_that_is_too_wide_is_written_on_one_line() -> None:
     latex = r"\frac{" + "+".join("abcdefgh") + "}{2}"
     assert as_lines(latex, 15) == ("a+b+c+d+e+f+g+h", "───────────────", "       2")
     assert as_lines(latex, 14) == ()

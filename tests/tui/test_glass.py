@@ -54,7 +54,7 @@ def known() -> ModelPhysics:
     return found
 
 
-def test_kv_grows_in_straight_lines_between_the_points_told() -> None:
+def test_kv_size_is_interpolated_between_the_reported_points() -> None:
     physics = known()
     assert [physics.kv_bytes(d) for d in (0, 500, 1000, 5000, 9000, 20000)] == [
         0,
@@ -68,7 +68,7 @@ def test_kv_grows_in_straight_lines_between_the_points_told() -> None:
     assert physics.limit_tok_s(1000) == pytest.approx(34e9 / 2.27e9)
 
 
-def test_bandwidth_is_bytes_of_a_step_over_the_time_of_a_step() -> None:
+def test_bandwidth_is_the_bytes_of_a_step_divided_by_its_time() -> None:
     speed = AnswerSpeed(AnswerUsage(950, 101, 750), AnswerTimings(0.01, 4.0, 200, 8.0, 96, 12, 4))
     physics = known()
     achieved = speed.achieved_gbps(physics)
@@ -86,7 +86,7 @@ def test_bandwidth_is_bytes_of_a_step_over_the_time_of_a_step() -> None:
         ("assumed", 11.0, ""),
     ],
 )
-def test_an_answer_beside_its_plan_says_why_where_that_is_known(
+def test_an_answer_outside_its_planned_range_shows_the_known_reason(
     basis: str, tok_s: float, said: str
 ) -> None:
     """An answer outside its plan's range shows the reason, if it is known.
@@ -102,7 +102,7 @@ def test_an_answer_beside_its_plan_says_why_where_that_is_known(
 @pytest.mark.parametrize(
     "said", [{}, {**PHYSICS, "weights": 3}, {**PHYSICS, "kv_read_bytes": [[1]]}]
 )
-def test_a_server_of_another_make_says_nothing_and_nothing_is_guessed(said: dict[str, Any]) -> None:
+def test_a_server_that_reports_no_physics_shows_no_guessed_values(said: dict[str, Any]) -> None:
     assert ModelPhysics.of(said) is None
     assert "does not report" in panel_lines(None, None)[0]
 
@@ -116,7 +116,7 @@ def test_a_server_of_another_make_says_nothing_and_nothing_is_guessed(said: dict
         AnswerSpeed(AnswerUsage(10, 1), AnswerTimings()),
     ],
 )
-def test_what_was_not_measured_is_not_shown_as_if_it_were(speed: AnswerSpeed | None) -> None:
+def test_unmeasured_values_are_not_shown_as_measured(speed: AnswerSpeed | None) -> None:
     text = "\n".join(panel_lines(known(), speed))
     assert "EACH TOKEN READS" in text
     assert ("as it arrives" in text) == (speed is not None and speed.live is not None)
@@ -132,7 +132,7 @@ def server() -> Any:
 @pytest.mark.parametrize(
     ("size", "beside"), [((120, 40), True), ((80, 24), False), ((60, 20), False)]
 )
-def test_one_key_shows_it_beside_the_conversation_or_above_it(
+def test_a_key_shows_the_panel_next_to_or_above_the_conversation(
     drive: Any, server: ScriptedServer, size: tuple[int, int], beside: bool
 ) -> None:
     server.play(
@@ -168,7 +168,7 @@ def test_one_key_shows_it_beside_the_conversation_or_above_it(
 
 
 @pytest.mark.parametrize("says", [True, False])
-def test_the_panel_tells_of_a_pace_that_was_set(
+def test_the_panel_shows_a_power_limit_that_was_set(
     drive: Any, server: ScriptedServer, says: bool
 ) -> None:
     server.models = [{**MODELS[0], "physics": {**PHYSICS, "power": 0.6}}] if says else MODELS
@@ -185,9 +185,7 @@ def test_the_panel_tells_of_a_pace_that_was_set(
     drive(play, size=(120, 40))
 
 
-def test_the_status_line_fits_itself_whenever_its_room_changes(
-    drive: Any, server: ScriptedServer
-) -> None:
+def test_the_status_line_adapts_when_its_width_changes(drive: Any, server: ScriptedServer) -> None:
     """The status line adapts whenever its width changes, without a call to it.
 
     An update that came a moment too early once left it cut off.
@@ -208,7 +206,7 @@ def test_the_status_line_fits_itself_whenever_its_room_changes(
     drive(play, size=(120, 40))
 
 
-def test_of_an_answer_that_was_stopped_nothing_more_is_awaited(
+def test_the_panel_of_a_stopped_answer_waits_for_no_more_values(
     drive: Any, server: ScriptedServer
 ) -> None:
     gate = Gate()
@@ -235,12 +233,12 @@ def test_while_a_model_is_loaded_no_other_figures_are_shown() -> None:
     assert "READS" not in text
 
 
-def test_before_the_first_token_no_time_is_told_as_if_it_were_over() -> None:
+def test_no_final_time_is_shown_before_the_first_token() -> None:
     text = "\n".join(panel_lines(known(), AnswerSpeed(AnswerUsage(10, 0), coming=True)))
     assert "known when the answer is complete" in text
 
 
-def test_a_narrower_terminal_has_it_above_the_conversation(
+def test_a_narrower_terminal_moves_the_panel_above_the_conversation(
     drive: Any, server: ScriptedServer
 ) -> None:
     async def play(d: Driver) -> None:
@@ -262,7 +260,7 @@ def test_a_narrower_terminal_has_it_above_the_conversation(
     drive(play, size=(120, 40))
 
 
-def test_at_a_real_model_it_is_what_the_engine_measured(smollm2: Path) -> None:
+def test_the_panel_of_a_real_model_shows_the_measured_values(smollm2: Path) -> None:
     async def main(engine: OwnEngine) -> None:
         async with ChatClient(
             engine.base_url, engine.api_key, sampling={"temperature": 0, "max_tokens": 24}

@@ -22,7 +22,7 @@ def _asks_for_more(server: ScriptedServer, i: int, begun: str) -> None:
     assert sent["continue_final_message"] is True
 
 
-def test_a_stopped_answer_is_gone_on_with(
+def test_a_stopped_answer_is_continued(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     server.play(Say(["one ", "two"]), UntilGone())
@@ -49,7 +49,7 @@ def test_a_stopped_answer_is_gone_on_with(
 
 
 @pytest.mark.parametrize("end", [Finish("length"), Drop()])
-def test_a_cut_and_a_broken_answer_are_gone_on_with(
+def test_a_cut_or_interrupted_answer_is_continued(
     drive: Any, server: ScriptedServer, history: History, end: Any
 ) -> None:
     server.play(Say(["half"]), end)
@@ -68,7 +68,7 @@ def test_a_cut_and_a_broken_answer_are_gone_on_with(
     assert _stored(history) == ["q", "half way"]
 
 
-def test_where_there_is_no_answer_that_is_said(drive: Any, server: ScriptedServer) -> None:
+def test_more_without_an_answer_is_refused(drive: Any, server: ScriptedServer) -> None:
     server.play(Refuse(503, {"message": "busy", "code": "server_busy"}))
 
     async def play(d: Driver) -> None:
@@ -79,7 +79,7 @@ def test_where_there_is_no_answer_that_is_said(drive: Any, server: ScriptedServe
     drive(play)
 
 
-def test_continue_goes_on_with_what_was_stopped_and_else_opens_the_last_conversation(
+def test_continue_continues_a_stopped_answer_or_opens_the_last_conversation(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     history.append(history.create("before", "m"), "user", "an earlier question")

@@ -24,7 +24,7 @@ from tui.test_images import PIXEL
 
 
 @pytest.mark.parametrize("key", ["ctrl+o", "at", "f4", "ctrl+f"])
-def test_the_cursor_of_every_list_is_seen_without_colours(
+def test_the_cursor_of_every_list_is_visible_without_colours(
     drive: Any, history: History, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
@@ -43,7 +43,7 @@ def test_the_cursor_of_every_list_is_seen_without_colours(
     )
 
 
-def test_the_machine_that_is_typed_is_seen(drive: Any) -> None:
+def test_a_typed_machine_name_is_shown(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.press("f4")
         await d.until(
@@ -125,7 +125,7 @@ def test_the_wheel_loads_earlier_turns_up_to_the_first(drive: Any, history: Hist
     drive(play, resume=session.id)
 
 
-def test_an_image_is_refused_before_it_is_asked_with(drive: Any, tmp_path: Path) -> None:
+def test_an_unsupported_image_is_refused_when_it_is_attached(drive: Any, tmp_path: Path) -> None:
     (tmp_path / "shot.png").write_bytes(PIXEL)
 
     async def refuse(*_: Any) -> tuple[None, str]:
@@ -143,7 +143,7 @@ def test_an_image_is_refused_before_it_is_asked_with(drive: Any, tmp_path: Path)
     drive(play)
 
 
-def test_no_error_names_a_place_in_a_request() -> None:
+def test_errors_are_shown_without_positions_in_the_request() -> None:
     for spot in (
         "messages[2].content[0]",
         "messages.2.content.0.image_url",
@@ -173,7 +173,7 @@ class Loading:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_what_a_token_costs_while_the_model_loads(
+def test_the_panel_shows_the_loading_progress_while_the_model_loads(
     drive: Any, server: ScriptedServer, columns: int
 ) -> None:
     async def play(d: Driver) -> None:
@@ -184,7 +184,7 @@ def test_what_a_token_costs_while_the_model_loads(
     drive(play, engine=Loading(server.base_url), size=(columns, 24))
 
 
-def test_find_hints_at_what_it_does(drive: Any, history: History) -> None:
+def test_the_hints_of_find_match_its_keys(drive: Any, history: History) -> None:
     session = Session(history, "scripted")
     session.ask("alpha")
 
@@ -196,7 +196,7 @@ def test_find_hints_at_what_it_does(drive: Any, history: History) -> None:
     drive(play, resume=session.id)
 
 
-def test_a_key_that_has_nothing_to_do_says_so(drive: Any) -> None:
+def test_a_key_without_effect_shows_the_reason(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.press("f2")
         await d.until(lambda: "the conversation has no turn" in d.screen())
@@ -204,7 +204,7 @@ def test_a_key_that_has_nothing_to_do_says_so(drive: Any) -> None:
     drive(play, toasts=True)
 
 
-def test_a_name_is_one_line_whatever_it_holds(drive: Any, history: History) -> None:
+def test_a_name_with_line_breaks_is_shown_on_one_line(drive: Any, history: History) -> None:
     evil = "first\nsecond\r\n third"
     assert "\n" not in status_text(60, evil, 0, None, {})
 
@@ -220,7 +220,7 @@ def test_a_name_is_one_line_whatever_it_holds(drive: Any, history: History) -> N
 
 
 @pytest.mark.parametrize("cut", [1, 3, 7, 1000])
-def test_lines_are_broken_between_words_however_they_come(cut: int) -> None:
+def test_lines_are_wrapped_between_words_with_any_division_of_the_text(cut: int) -> None:
     text = (
         "some words of a text, 日本語 日本語 日本語 and a-very-long-word-without-any-space-in-it here\n\n  "
         "indented\n"

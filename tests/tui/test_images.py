@@ -58,7 +58,7 @@ async def _cost(url: str, file: Path) -> tuple[str, bool]:
         await client.aclose()
 
 
-def test_an_image_goes_along_like_a_text_file(tmp_path: Path) -> None:
+def test_an_image_is_attached_like_a_text_file(tmp_path: Path) -> None:
     shot, notes = tmp_path / "shot [1].png", tmp_path / "notes.txt"
     shot.write_bytes(PIXEL)
     notes.write_text("three lines")
@@ -74,7 +74,7 @@ def test_an_image_goes_along_like_a_text_file(tmp_path: Path) -> None:
     assert [p["type"] for p in item["content"]] == ["input_image", "input_text"]
 
 
-def test_words_about_images_stay_words() -> None:
+def test_text_that_looks_like_an_image_stays_text() -> None:
     for text in ("![a](b.png)", "see ![x](data:image/png;base64, …)", "data:image/png;base64,AAAA"):
         message = {"role": "user", "content": text}
         assert as_sent([message]) == [message]
@@ -82,14 +82,14 @@ def test_words_about_images_stay_words() -> None:
     assert as_sent([answer]) == [answer]
 
 
-def test_what_is_neither_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_image_or_sound_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "x.bin"
     other.write_bytes(b"abc\0def")
     with pytest.raises(UsageError, match="text, images and sounds"):
         read_text(other)
 
 
-def test_a_sound_goes_along_too_and_text_of_16_bits_is_none(tmp_path: Path) -> None:
+def test_a_sound_is_attached_and_utf_16_text_is_not_taken_for_one(tmp_path: Path) -> None:
     talk = tmp_path / "talk.mp3"
     talk.write_bytes(MP3)
     question = with_files("what is said?", [read_text(talk)])
@@ -107,7 +107,7 @@ def test_a_sound_goes_along_too_and_text_of_16_bits_is_none(tmp_path: Path) -> N
 
 @needs_mtmd()
 @needs_miniaudio()
-def test_one_answer_about_a_sound_its_length_and_cost(tmp_path: Path) -> None:
+def test_a_sound_is_answered_and_its_length_and_tokens_are_shown(tmp_path: Path) -> None:
     model = write_hearing(tmp_path / "m", "gemma4ua")
     talk = tmp_path / "talk.wav"
     talk.write_bytes(wav(2.0, 1))
@@ -130,7 +130,7 @@ def test_one_answer_about_a_sound_its_length_and_cost(tmp_path: Path) -> None:
 
 @needs_mtmd()
 @needs_pillow()
-def test_one_answer_about_a_picture_and_what_it_costs(tmp_path: Path) -> None:
+def test_a_picture_is_answered_and_its_tokens_are_shown(tmp_path: Path) -> None:
     model = write_vision(tmp_path / "m", "llava")
     shot = tmp_path / "shot.png"
     shot.write_bytes(png(80, 60, 1))
@@ -150,7 +150,7 @@ def test_one_answer_about_a_picture_and_what_it_costs(tmp_path: Path) -> None:
     assert 16 < int(words.removesuffix(" tokens")) < 100
 
 
-def test_a_model_that_reads_text_only_says_so_before_and_after(
+def test_a_model_without_image_input_is_reported_before_and_after_sending(
     tmp_path: Path, few_layers: Path
 ) -> None:
     """A model without image input causes a clear message before and after sending.

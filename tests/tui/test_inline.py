@@ -223,7 +223,7 @@ def said(window: Window) -> str:
 
 
 @both
-def test_each_turn_stands_in_the_scrollback_once_whatever_is_resized(
+def test_each_turn_is_in_the_scrollback_once_after_any_resize(
     server: ScriptedServer, window: Callable[..., Window]
 ) -> None:
     gate = Gate()
@@ -279,7 +279,7 @@ def test_each_turn_stands_in_the_scrollback_once_whatever_is_resized(
 
 
 @both
-def test_the_caret_stands_behind_wide_characters(window: Callable[..., Window]) -> None:
+def test_the_caret_is_after_wide_characters(window: Callable[..., Window]) -> None:
     w, typed = window(), "mixed 日本語 한국어 中文"
     w.type(typed)
     until(lambda: w.row() == f"> {typed}" and w.column() == 2 + cell_len(typed))
@@ -289,7 +289,7 @@ def test_the_caret_stands_behind_wide_characters(window: Callable[..., Window]) 
     until(lambda: w.row() == f"> {typed[:-2]}{typed[-1]}")
 
 
-def test_commands_files_and_a_paste_are_as_on_the_full_screen(
+def test_commands_files_and_pastes_work_as_on_the_full_screen(
     server: ScriptedServer,
     window: Callable[..., Window],
     tmp_path: Path,
@@ -318,7 +318,9 @@ def test_commands_files_and_a_paste_are_as_on_the_full_screen(
     until(lambda: "there is no command /nosuch" in said(w))
 
 
-def test_keys_stop_clear_and_leave(server: ScriptedServer, window: Callable[..., Window]) -> None:
+def test_keys_clear_the_input_stop_the_answer_and_quit(
+    server: ScriptedServer, window: Callable[..., Window]
+) -> None:
     gate = Gate()
     server.play(Say(["half an "]), gate, Finish())
     w = window()
@@ -340,7 +342,7 @@ def test_keys_stop_clear_and_leave(server: ScriptedServer, window: Callable[...,
         assert [m.content for m in history.messages(history.list()[0].id)] == ["go on", "half an "]
 
 
-def test_a_chat_that_was_asleep_has_its_input_again(window: Callable[..., Window]) -> None:
+def test_a_resumed_chat_shows_its_input_again(window: Callable[..., Window]) -> None:
     w = window()
     w.type("half a question")
     until(lambda: w.row() == "> half a question")
@@ -356,7 +358,7 @@ def test_a_chat_that_was_asleep_has_its_input_again(window: Callable[..., Window
         until(lambda: w.row() == "> half a question")
 
 
-def test_plain_takes_a_paste_as_one_question_however_long(
+def test_plain_mode_takes_a_paste_of_any_length_as_one_question(
     server: ScriptedServer, window: Callable[..., Window]
 ) -> None:
     server.answer("a long answer that goes on " * 5)
@@ -372,7 +374,7 @@ def test_plain_takes_a_paste_as_one_question_however_long(
     until(lambda: "localllm chat --continue resumes it" in said(w))
 
 
-def test_in_plain_the_key_that_sleeps_is_no_letter(
+def test_plain_mode_does_not_type_the_suspend_key(
     server: ScriptedServer, window: Callable[..., Window]
 ) -> None:
     """In plain mode Ctrl+Z is not written as a letter.
@@ -388,7 +390,7 @@ def test_in_plain_the_key_that_sleeps_is_no_letter(
     assert server.requests[0]["messages"][-1]["content"] == "half a question"
 
 
-def test_plain_goes_on_below_the_last_turn_and_cuts_its_lists_to_the_line(
+def test_plain_mode_resumes_below_the_last_turn_and_cuts_lists_to_the_width(
     server: ScriptedServer, window: Callable[..., Window]
 ) -> None:
     with History() as history:
@@ -407,7 +409,7 @@ def test_plain_goes_on_below_the_last_turn_and_cuts_its_lists_to_the_line(
     assert below.startswith("number, or Enter")
 
 
-def test_an_error_is_said_and_the_chat_goes_on(
+def test_an_error_is_shown_and_the_chat_continues(
     server: ScriptedServer, window: Callable[..., Window]
 ) -> None:
     server.play(
@@ -424,7 +426,7 @@ def test_an_error_is_said_and_the_chat_goes_on(
     until(lambda: "better" in said(w))
 
 
-def test_an_earlier_conversation_is_shown_and_gone_on_with(
+def test_an_earlier_conversation_is_shown_and_continued(
     server: ScriptedServer, window: Callable[..., Window]
 ) -> None:
     with History() as history:

@@ -26,7 +26,7 @@ def config(text: str) -> None:
     (paths.config_dir() / "config.toml").write_text(text)
 
 
-def test_a_key_of_config_toml_does_it_and_is_the_one_that_is_hinted_at(
+def test_a_key_from_config_toml_works_and_is_shown_in_the_hints(
     drive: Any, server: ScriptedServer
 ) -> None:
     config('[chat_keys]\n"chat.stop" = "f9"\n"command.models" = "ctrl+g"\n')
@@ -56,18 +56,18 @@ def test_a_key_of_config_toml_does_it_and_is_the_one_that_is_hinted_at(
         ("chat_keys = 3", "`chat_keys` must be a table"),
     ],
 )
-def test_what_can_not_be_a_key_is_said(text: str, why: str) -> None:
+def test_an_invalid_key_in_config_is_an_error(text: str, why: str) -> None:
     config(text)
     with pytest.raises(UsageError, match=why):
         take_keys()
 
 
-def test_every_name_of_a_key_is_there_once() -> None:
+def test_every_name_of_a_key_is_unique() -> None:
     named = [(key.id, key.action) for key in keys.KEYS if key.id]
     assert len({name for name, _ in named}) == len(named)
 
 
-def test_sampling_is_said_in_words_and_changed(drive: Any) -> None:
+def test_sampling_is_described_in_words_and_can_be_changed(drive: Any) -> None:
     models = [
         {
             "id": "scripted",
@@ -96,7 +96,7 @@ def test_sampling_is_said_in_words_and_changed(drive: Any) -> None:
         drive(play, server_=server, size=(120, 30))
 
 
-def test_what_is_no_sampling_is_refused() -> None:
+def test_invalid_sampling_is_refused() -> None:
     for text in ("warmth 3", "temperature hot", "top_p 2", "top_k 1.5"):
         with pytest.raises(UsageError):
             sampling.changed({}, text)

@@ -31,7 +31,7 @@ OTHERS = ["é", "o\u0302\u0323", "👍🏽", "1️⃣", "❤️", "🏴󠁧󠁢�
 @pytest.mark.parametrize(
     "characters", [KINDS, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["kinds", "others"]
 )
-def test_backspace_delete_and_the_arrows_take_what_is_seen_as_one(
+def test_backspace_delete_and_arrows_treat_a_visible_character_as_one(
     drive: Any, characters: list[str]
 ) -> None:
     async def play(d: Driver) -> None:
@@ -52,7 +52,7 @@ def test_backspace_delete_and_the_arrows_take_what_is_seen_as_one(
     drive(play)
 
 
-def test_enter_takes_what_is_typed_and_not_what_was_offered_before(
+def test_enter_takes_the_typed_text_and_not_an_earlier_suggestion(
     drive: Any, server: ScriptedServer
 ) -> None:
     server.answer("hello")
@@ -82,7 +82,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("where", ["composer", "search"])
-def test_what_is_typed_overtakes_no_key(drive: Any, where: str) -> None:
+def test_keys_are_handled_in_the_order_in_which_they_are_typed(drive: Any, where: str) -> None:
     """Keys are handled in order at any speed, even if all arrive before the first is handled."""
 
     async def play(d: Driver) -> None:
@@ -105,7 +105,7 @@ def test_what_is_typed_overtakes_no_key(drive: Any, where: str) -> None:
     drive(play)
 
 
-def test_many_flags_are_taken_one_by_one(drive: Any) -> None:
+def test_backspace_removes_flags_one_by_one(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.type("🇩🇪🇫🇷🇯🇵")
         for left in ("🇩🇪🇫🇷", "🇩🇪", ""):
@@ -115,9 +115,7 @@ def test_many_flags_are_taken_one_by_one(drive: Any) -> None:
     drive(play)
 
 
-def test_ctrl_r_brings_back_what_was_asked_in_any_conversation(
-    drive: Any, history: History
-) -> None:
+def test_ctrl_r_recalls_a_question_of_any_conversation(drive: Any, history: History) -> None:
     for title, asked in (
         ("one", ["what is a lighthouse?", "and a buoy?"]),
         ("two", ["why is the sky blue?"]),
@@ -208,7 +206,7 @@ def test_an_editor_that_fails_leaves_the_message_as_it_was(
 
 @pty
 @pytest.mark.parametrize("sleep", [signal.SIGTSTP, signal.SIGSTOP])
-def test_a_chat_that_was_asleep_is_drawn_again(
+def test_a_resumed_chat_is_drawn_again(
     terminal: Callable[..., Terminal], sleep: signal.Signals
 ) -> None:
     chat = terminal()
@@ -233,7 +231,7 @@ def test_a_chat_that_was_asleep_is_drawn_again(
 
 
 @pty
-def test_no_key_overtakes_what_was_typed_before_it(
+def test_a_control_key_waits_for_the_text_typed_before_it(
     server: ScriptedServer, terminal: Callable[..., Terminal]
 ) -> None:
     server.answer("Bonjour")

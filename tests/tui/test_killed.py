@@ -85,7 +85,7 @@ def stored() -> Sequence[str]:
 
 
 @pytest.mark.timeout(180)
-def test_killed_in_the_middle_of_an_answer_and_opened_again(
+def test_a_chat_killed_during_an_answer_is_restored_when_reopened(
     server: ScriptedServer, terminals: list[Terminal]
 ) -> None:
     gate = Gate()
@@ -125,7 +125,7 @@ def test_killed_in_the_middle_of_an_answer_and_opened_again(
 
 
 @pytest.mark.timeout(180)
-def test_resized_all_the_time_while_an_answer_streams(
+def test_constant_resizing_while_an_answer_streams_causes_no_error(
     server: ScriptedServer, terminals: list[Terminal]
 ) -> None:
     gate = Gate()

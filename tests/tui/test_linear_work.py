@@ -88,7 +88,7 @@ def test_a_cut_block_looks_the_same_while_it_streams(text: str) -> None:
     assert shown(rows) == shown(MarkdownRows(text))
 
 
-def test_a_cut_table_and_code_block_go_on() -> None:
+def test_a_table_and_a_code_block_continue_after_an_internal_cut() -> None:
     table = [
         row.text.plain
         for row in MarkdownRows("|name|value|\n|-|-|\n" + "|a row|17|\n" * 1500).at(60)
@@ -100,7 +100,7 @@ def test_a_cut_table_and_code_block_go_on() -> None:
     assert sum(row.text.plain == "  value = 1" for row in code) == 1500
 
 
-def test_a_paragraph_without_end_is_copied_as_one_line() -> None:
+def test_a_very_long_paragraph_is_copied_as_one_line() -> None:
     text = ("word " * 5000).strip()
     copied = ""
     for row in MarkdownRows(text).at(60):
@@ -122,7 +122,7 @@ def test_the_garbage_collector_skips_the_rows_of_a_text(kind: str) -> None:
 @pytest.mark.parametrize(
     ("text", "begin"), [("[a](", "[a]("), ("[a](x) [b](", "[b]("), ("![a](", "![a](")]
 )
-def test_addresses_without_an_end_are_read_once(text: str, begin: str) -> None:
+def test_unterminated_addresses_are_parsed_once(text: str, begin: str) -> None:
     shown_text = "".join(row.text.plain for row in MarkdownRows(text * 900).at(60))
     assert shown_text.count(begin) == 900
 
@@ -138,7 +138,9 @@ def test_a_laid_out_text_leaves_no_work_to_the_garbage_collector(kind: str) -> N
         gc.enable()
 
 
-def test_a_tools_long_result_is_one_text_that_grows(drive: Any, history: History) -> None:
+def test_a_tools_long_result_is_laid_out_in_one_widget_over_time(
+    drive: Any, history: History
+) -> None:
     conv_id = history.create("long", "scripted")
     history.append(conv_id, "user", "read it")
     ran = {
@@ -189,7 +191,7 @@ def test_eliding_counts_each_character_a_few_times(monkeypatch: pytest.MonkeyPat
     assert sum(counted) < 400_000
 
 
-def test_a_question_of_20000_lines_holds_no_screen_up(drive: Any, history: History) -> None:
+def test_a_question_of_20000_lines_does_not_block_the_screen(drive: Any, history: History) -> None:
     question = "some words in a line\n" * 20_000
     conv_id = history.create("long", "scripted")
     history.append(conv_id, "user", question)

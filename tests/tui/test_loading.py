@@ -61,7 +61,7 @@ def test_a_question_waits_for_the_model_and_is_answered(drive: Any, server: Scri
     drive(play, engine=engine)
 
 
-def test_a_question_that_waits_for_the_model_goes_before_plans(
+def test_a_question_that_waits_for_the_model_runs_before_planning(
     drive: Any, server: ScriptedServer
 ) -> None:
     engine = Engine()
@@ -107,7 +107,7 @@ asyncio.run(main())
 """
 
 
-def test_the_code_of_a_request_is_read_while_the_model_loads() -> None:
+def test_the_code_of_a_request_is_imported_while_the_model_loads() -> None:
     """The code that a request needs is imported while the model loads.
 
     Otherwise the import would take a third of the wait for the first token.
@@ -121,7 +121,7 @@ def test_the_code_of_a_request_is_read_while_the_model_loads() -> None:
     assert int(looks.stdout) <= 3
 
 
-def test_what_loading_ended_in_is_said_with_a_way_on_and_the_chat_stays(
+def test_a_failed_load_shows_its_error_and_hint_and_the_chat_stays_open(
     drive: Any, server: ScriptedServer
 ) -> None:
     engine = Engine()
@@ -144,7 +144,7 @@ def test_what_loading_ended_in_is_said_with_a_way_on_and_the_chat_stays(
     drive(play, engine=engine)
 
 
-def test_an_answer_that_waits_ends_in_what_loading_ended_in(
+def test_a_waiting_answer_ends_with_the_error_of_the_load(
     drive: Any, server: ScriptedServer
 ) -> None:
     engine = Engine()
@@ -160,7 +160,7 @@ def test_an_answer_that_waits_ends_in_what_loading_ended_in(
     drive(play, engine=engine)
 
 
-def test_what_waits_can_be_stopped(drive: Any) -> None:
+def test_a_question_that_waits_for_the_model_can_be_stopped(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.send("q")
         await d.until(lambda: d.app.chat.answering)
@@ -171,7 +171,7 @@ def test_what_waits_can_be_stopped(drive: Any) -> None:
     drive(play, engine=Engine())
 
 
-def test_it_says_that_it_is_attached_and_how_to_go_on_without_the_server(
+def test_the_chat_shows_its_server_and_a_solution_if_the_server_is_gone(
     drive: Any, server: ScriptedServer
 ) -> None:
     async def play(d: Driver) -> None:
@@ -186,7 +186,7 @@ def test_it_says_that_it_is_attached_and_how_to_go_on_without_the_server(
     drive(play, engine=engine)
 
 
-def test_a_model_that_can_not_be_loaded_leaves_the_others(tiny_model: Path, tmp_path: Path) -> None:
+def test_other_models_answer_after_one_failed_to_load(tiny_model: Path, tmp_path: Path) -> None:
     """If a model cannot be loaded, another installed model can answer in the same chat.
 
     This uses the real engine and a broken file, which is reported.

@@ -52,7 +52,7 @@ def test_the_first_text_is_drawn_at_once_after_a_busy_time(
     drive(play)
 
 
-def test_however_long_an_answer_is_the_screen_has_as_many_widgets(
+def test_the_number_of_widgets_does_not_grow_with_the_answer(
     drive: Any, server: ScriptedServer
 ) -> None:
     counted: list[int] = []
@@ -68,7 +68,7 @@ def test_however_long_an_answer_is_the_screen_has_as_many_widgets(
     assert counted[0] == counted[1]
 
 
-def test_all_of_a_long_answer_is_there_when_one_scrolls(drive: Any, server: ScriptedServer) -> None:
+def test_all_of_a_long_answer_can_be_scrolled_to(drive: Any, server: ScriptedServer) -> None:
     server.play(Say([*list(words(1500)), "\n\nthe very end"]), Finish())
 
     async def play(d: Driver) -> None:
@@ -100,7 +100,9 @@ def at_the_end(d: Driver) -> bool:
     return transcript.scroll_y == transcript.max_scroll_y
 
 
-def test_a_stored_long_answer_looks_as_it_did(drive: Any, server: ScriptedServer) -> None:
+def test_a_stored_long_answer_looks_the_same_when_reopened(
+    drive: Any, server: ScriptedServer
+) -> None:
     said = "".join(words(1500)) + "\n\nthe very end"
     server.play(Say([said[i : i + 7] for i in range(0, len(said), 7)]), Finish())
 
@@ -155,7 +157,7 @@ def test_a_wrapped_line_is_copied_with_its_own_characters(
     drive(play, copy=lambda text: copied.append(text.strip("\n")) or True)
 
 
-def test_what_is_selected_is_copied_as_it_was_said(drive: Any, server: ScriptedServer) -> None:
+def test_a_selection_is_copied_as_the_original_text(drive: Any, server: ScriptedServer) -> None:
     line = (
         "a line of so many words that the screen has to break it somewhere in the middle, twice "
         "or more often, for sure"
@@ -212,7 +214,7 @@ def test_a_link_that_would_start_a_program_is_not_opened(
     drive(play, toasts=True)
 
 
-def test_the_colours_are_the_themes(drive: Any, server: ScriptedServer) -> None:
+def test_the_colours_of_an_answer_follow_the_theme(drive: Any, server: ScriptedServer) -> None:
     server.play(Say(["# Title"]), Finish())
 
     async def play(d: Driver) -> None:
@@ -237,7 +239,7 @@ def test_the_colours_are_the_themes(drive: Any, server: ScriptedServer) -> None:
     drive(play)
 
 
-def test_a_first_question_stands_at_the_top_however_long_the_page_before_it_was(
+def test_a_first_question_is_at_the_top_after_a_start_page_of_any_length(
     drive: Any, server: ScriptedServer
 ) -> None:
     server.answer("heads")
@@ -252,7 +254,9 @@ def test_a_first_question_stands_at_the_top_however_long_the_page_before_it_was(
     drive(play, size=(40, 20), model_service=service, first_run=True)
 
 
-def test_what_one_frame_ends_and_begins_is_whole(drive: Any, server: ScriptedServer) -> None:
+def test_text_that_ends_and_begins_in_one_frame_is_complete(
+    drive: Any, server: ScriptedServer
+) -> None:
     gate = Gate()
     server.play(Say(["hello wor"]), gate, Say(["ld\n\nnext\n\nlast\n"]), Finish())
 

@@ -27,7 +27,7 @@ def _sent(server: ScriptedServer, i: int) -> list[str]:
     return [m["content"] for m in server.requests[i]["messages"]]
 
 
-def test_what_the_input_costs_is_shown_before_it_is_sent(
+def test_the_tokens_of_the_input_are_shown_before_it_is_sent(
     drive: Any, server: ScriptedServer
 ) -> None:
     server.count = len
@@ -68,7 +68,7 @@ def test_a_question_that_cannot_fit_is_not_sent_and_stays_in_the_input(
     assert _stored(history) == ["hi", "hello"]
 
 
-def test_where_the_conversation_is_what_is_long_compacting_is_the_way_on(
+def test_compacting_is_offered_if_the_conversation_is_too_long(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     server.count = len
@@ -114,7 +114,7 @@ def test_a_question_that_failed_is_not_joined_to_the_next(
     drive(reopened, resume=history.list()[0].id)
 
 
-def test_a_question_that_failed_and_was_answered_later_counts(
+def test_a_failed_question_that_was_answered_later_is_sent_with_the_next(
     drive: Any, server: ScriptedServer
 ) -> None:
     server.play(FULL)

@@ -24,7 +24,7 @@ NAMED = [name for name, theme in BUILTIN_THEMES.items() if not theme.ansi]
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_every_text_can_be_read_in_every_theme(name: str) -> None:
+def test_every_text_is_readable_in_every_theme(name: str) -> None:
     theme = BUILTIN_THEMES[name].to_color_system().generate()
     variables = {**theme, **readable_tokens(theme)}
     grounds = [Color.parse(variables[ground]) for ground in ("background", "surface")]
@@ -45,7 +45,7 @@ def test_every_text_can_be_read_in_every_theme(name: str) -> None:
             ), style
 
 
-def test_a_colour_moves_no_further_than_it_must() -> None:
+def test_a_colour_is_changed_only_until_it_is_readable() -> None:
     black, white = Color(0, 0, 0), Color(255, 255, 255)
     assert contrast(black, white) == pytest.approx(21)
     assert readable(white, (black,)) == white
@@ -63,11 +63,13 @@ def test_a_colour_moves_no_further_than_it_must() -> None:
         ("\x1b]11;rgb:zz/00/00\x07", False),
     ],
 )
-def test_a_light_terminal_says_so(said: str, light: bool) -> None:
+def test_a_light_terminal_is_recognised_by_its_answer(said: str, light: bool) -> None:
     assert is_light(said) is light
 
 
-def test_the_terminal_is_asked_while_other_things_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_terminals_background_is_queried_while_the_start_continues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The terminal's background colour is queried while the start continues.
 
     The query is written although the output of commands is filtered. Keys that are typed
@@ -95,7 +97,9 @@ def test_the_terminal_is_asked_while_other_things_are_done(monkeypatch: pytest.M
     os.close(master)
 
 
-def test_sixteen_colours_are_the_terminals_own(drive: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_of_sixteen_colours_keeps_its_own_colours(
+    drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("COLORTERM", raising=False)
 
@@ -107,7 +111,7 @@ def test_sixteen_colours_are_the_terminals_own(drive: Any, monkeypatch: pytest.M
     drive(play)
 
 
-def test_prose_is_no_wider_than_a_book(drive: Any, server: Any) -> None:
+def test_prose_is_limited_in_width_on_a_wide_screen(drive: Any, server: Any) -> None:
     server.answer("word " * 100)
 
     async def play(d: Driver) -> None:
@@ -123,7 +127,7 @@ def test_prose_is_no_wider_than_a_book(drive: Any, server: Any) -> None:
     drive(play, size=(200, 60))
 
 
-def test_code_has_its_number_and_a_click_copies_it(drive: Any, server: Any) -> None:
+def test_a_code_block_has_a_number_and_a_click_copies_it(drive: Any, server: Any) -> None:
     copied: list[str] = []
     server.answer(
         "first\n\n```python\nx = 1\n```\n\n- [ ] open\n- [x] done\n\n  ```sh\n  ls\n  ```\n"
@@ -142,7 +146,7 @@ def test_code_has_its_number_and_a_click_copies_it(drive: Any, server: Any) -> N
     drive(play, copy=lambda text: bool(copied.append(text)) or True)
 
 
-def test_a_diff_stands_on_tints() -> None:
+def test_lines_of_a_diff_have_background_tints() -> None:
     theme = BUILTIN_THEMES["textual-dark"].to_color_system().generate()
     look = palette({**theme, **readable_tokens(theme)})
     grounds = {look.get_style(f"code.Generic.{kind}").bgcolor for kind in ("Inserted", "Deleted")}
@@ -156,7 +160,7 @@ def test_a_diff_stands_on_tints() -> None:
 
 
 @pytest.mark.parametrize("cells", [0, 5, 12, 20, 30, 200])
-def test_hints_that_do_not_fit_go_whole_and_the_last_one_stays(cells: int) -> None:
+def test_hints_that_do_not_fit_are_left_out_completely_except_the_last(cells: int) -> None:
     hints = "Enter sends · Ctrl+J new line · F2 turns · F1 help"
     shown = fitted(hints, cells)
     assert len(shown) <= cells
@@ -164,7 +168,7 @@ def test_hints_that_do_not_fit_go_whole_and_the_last_one_stays(cells: int) -> No
     assert cells < 7 or set(shown.split(" · ")) <= set(hints.split(" · "))
 
 
-def test_what_lies_below_the_screen_is_said(drive: Any, server: Any) -> None:
+def test_a_marker_shows_that_there_is_text_below_the_screen(drive: Any, server: Any) -> None:
     server.answer("\n\n".join(f"line {n}" for n in range(60)))
 
     async def play(d: Driver) -> None:
@@ -192,7 +196,7 @@ def test_the_head_line_names_the_conversation_and_its_version(drive: Any, server
 
 
 @pytest.mark.parametrize("columns", [40, 120])
-def test_a_fact_in_the_head_line_stands_whole_or_not_at_all(
+def test_a_fact_in_the_head_line_is_shown_completely_or_left_out(
     drive: Any, server: Any, columns: int
 ) -> None:
     server.models = [{"id": "scripted", "object": "model", "sampling": {"temperature": 0.7}}]

@@ -62,7 +62,9 @@ async def _listed(url: str) -> list[ListedModel]:
 
 
 @pytest.mark.parametrize(("name", "body"), ALL, ids=[name for name, _ in ALL])
-def test_a_list_is_read_or_refused_in_a_sentence(name: str, body: Any) -> None:
+def test_a_malformed_list_of_models_is_read_or_refused_with_a_short_error(
+    name: str, body: Any
+) -> None:
     with answering(body()) as url:
         with bounded():
             at(f"{url}/v1", None, None)

@@ -31,7 +31,7 @@ SHOWN = ALL if NEW else ALL[::12]
 
 
 @pytest.mark.parametrize(("name", "stream"), ALL, ids=[name for name, _ in ALL])
-def test_every_shape_is_read_or_refused_in_a_sentence(
+def test_every_malformed_stream_is_read_or_refused_with_a_short_error(
     server: ScriptedServer, name: str, stream: bytes
 ) -> None:
     server.play(Raw(stream))
@@ -63,7 +63,7 @@ def test_halves_of_a_character_are_joined_across_deltas(server: ScriptedServer) 
     assert text == "smile \N{GRINNING FACE} a\ufffdb\ufffd \ufffd"
 
 
-def test_the_pieces_of_a_call_are_joined_before_they_are_read(server: ScriptedServer) -> None:
+def test_the_pieces_of_a_call_are_joined_before_they_are_decoded(server: ScriptedServer) -> None:
     delta = '{"choices":[{"delta":{"tool_calls":[{"id":"1","function":%s}]}}]}'
     pieces = (r'{"name":"f","arguments":"\ud83d"}', r'{"arguments":"\ude00"}')
     chunks = [Raw(f"data: {delta % piece}\n\n".encode()) for piece in pieces]
@@ -110,7 +110,9 @@ def _check_kept(history: History) -> None:
     assert all(text.startswith(GOOD) for text in answers)
 
 
-def test_full_screen(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_malformed_streams_do_not_end_the_full_screen_chat(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     asked = _play(server)
 
     async def play(d: Driver) -> None:
@@ -124,7 +126,7 @@ def test_full_screen(drive: Any, server: ScriptedServer, history: History) -> No
     _check_kept(history)
 
 
-def test_line_by_line(
+def test_malformed_streams_do_not_end_the_line_based_chat(
     server: ScriptedServer, history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = "".join(f"{question}\n" for question in _play(server))
@@ -161,7 +163,9 @@ def test_inline(server: ScriptedServer, history: History, monkeypatch: pytest.Mo
     _check_kept(history)
 
 
-def test_one_answer(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_streams_keep_the_good_part_of_a_single_answer(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     for _ in _play(server)[:-1]:
         stream = AnswerStream()
         messages = [{"role": "user", "content": "hi"}]

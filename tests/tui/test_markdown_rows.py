@@ -42,7 +42,9 @@ def shown(rows: MarkdownRows, width: int = 40) -> str:
 # an empty quote has no rows, so it needs no space around it
 @example([">", "\n", "# Head\n", "# Head\n"], 40)
 @settings(max_examples=examples(300))
-def test_a_text_that_grew_looks_as_the_whole_of_it(pieces: list[str], width: int) -> None:
+def test_text_added_in_pieces_has_the_same_rows_as_the_complete_text(
+    pieces: list[str], width: int
+) -> None:
     grown = MarkdownRows()
     grown.at(width)
     for piece in pieces:
@@ -60,7 +62,7 @@ def test_no_row_is_wider_than_the_screen(pieces: list[str], width: int) -> None:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_what_a_frame_lays_out_does_not_grow_with_the_text(plain: bool) -> None:
+def test_the_rows_laid_out_per_frame_do_not_grow_with_the_text(plain: bool) -> None:
     said = list(words(20_000))
 
     def anew(before: int) -> int:
@@ -79,7 +81,7 @@ def test_what_a_frame_lays_out_does_not_grow_with_the_text(plain: bool) -> None:
 
 @given(st.lists(st.sampled_from(PIECES), max_size=12), st.data())
 @settings(max_examples=examples(300))
-def test_a_text_may_be_cut_anywhere(pieces: list[str], data: st.DataObject) -> None:
+def test_text_divided_anywhere_has_the_same_rows(pieces: list[str], data: st.DataObject) -> None:
     said = "".join(pieces)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(said)), max_size=8)))
     grown = MarkdownRows()
@@ -121,7 +123,7 @@ def _counted(highlighted: Callable[[str, str], Text], lines: list[int]) -> Any:
     return counted
 
 
-def test_a_link_by_reference_stands_as_it_was_written() -> None:
+def test_a_link_by_reference_is_shown_as_written() -> None:
     said = "see [there][1]\n\nand more\n\n[1]: https://example.org"
     assert shown(MarkdownRows(said)) == said
 
@@ -145,7 +147,7 @@ def test_a_table_too_wide_for_the_screen_wraps_in_its_cells() -> None:
     assert sum("word" in row.text.plain for row in rows) > 2
 
 
-def test_a_table_without_room_is_shown_as_values_with_their_headers() -> None:
+def test_a_table_that_does_not_fit_is_shown_as_values_with_their_headers() -> None:
     columns = ["model", "memory", "speed", "context", "quality", "licence"]
     cells = ["qwen3-8b-instruct", "6.2 GB", "20 tok/s", "32,768", "good", "Apache-2.0"]
     source = "\n".join(

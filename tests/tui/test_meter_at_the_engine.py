@@ -170,7 +170,7 @@ async def speed_on_screen(engine: OwnEngine, history: History) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_the_screen_says_what_the_server_counted_and_measured(
+def test_the_screen_shows_the_counts_and_measurements_of_the_server(
     smollm2: Path, history: History, tmp_path: Path
 ) -> None:
     with background_server(str(smollm2), CONTEXT) as engine:

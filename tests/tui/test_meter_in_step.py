@@ -48,7 +48,7 @@ def test_an_answer_cut_by_a_crash_is_counted(
     drive(play, resume=conv)
 
 
-def test_a_broken_and_a_refused_answer_leave_the_servers_count(
+def test_the_servers_count_stays_after_a_broken_or_refused_answer(
     drive: Any, server: ScriptedServer
 ) -> None:
     server.count = len
@@ -94,7 +94,7 @@ def test_the_servers_usage_is_not_counted_again(drive: Any, server: ScriptedServ
     drive(play)
 
 
-def test_a_resize_is_followed_at_once(drive: Any, server: ScriptedServer) -> None:
+def test_the_status_line_follows_a_resize_at_once(drive: Any, server: ScriptedServer) -> None:
     server.answer("ok", usage=(11, 7, 3))
 
     async def play(d: Driver) -> None:
@@ -111,7 +111,7 @@ def test_a_resize_is_followed_at_once(drive: Any, server: ScriptedServer) -> Non
     drive(play)
 
 
-def test_a_little_looks_like_little() -> None:
+def test_the_bar_shows_small_and_nearly_full_contexts_correctly() -> None:
     assert bar(2, 8192) == "▏" + "░" * 9
     assert bar(4096, 8192) == "█████░░░░░"
     assert bar(8191, 8192) == "█████████▉"

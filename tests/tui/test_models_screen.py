@@ -52,7 +52,7 @@ def service() -> ScriptedModelService:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_it_plans_anew_as_a_slider_moves(drive: Any, size: tuple[int, int]) -> None:
+def test_moving_a_slider_makes_new_plans(drive: Any, size: tuple[int, int]) -> None:
     it = service()
 
     async def play(d: Driver) -> None:
@@ -71,7 +71,7 @@ def test_it_plans_anew_as_a_slider_moves(drive: Any, size: tuple[int, int]) -> N
     drive(play, model_service=it, size=size)
 
 
-def test_plans_are_listed_as_they_are_made_and_keys_are_answered_meanwhile(drive: Any) -> None:
+def test_plans_are_listed_as_they_are_made_and_keys_work_meanwhile(drive: Any) -> None:
     it = service()
     it.row_gate = threading.Semaphore(0)
 
@@ -133,7 +133,7 @@ def test_the_bar_stays_on_the_first_row_until_the_user_moves_it(drive: Any) -> N
     drive(play, model_service=it, size=(120, 40))
 
 
-def test_why_and_another_machine(drive: Any) -> None:
+def test_keys_explain_a_plan_and_select_another_machine(drive: Any) -> None:
     it = service()
 
     async def play(d: Driver) -> None:
@@ -152,7 +152,7 @@ def test_why_and_another_machine(drive: Any) -> None:
     drive(play, model_service=it, toasts=True)
 
 
-def test_a_machine_that_reads_prompts_is_named_like_the_options_of_recommend(drive: Any) -> None:
+def test_a_prefill_machine_is_typed_like_the_options_of_recommend(drive: Any) -> None:
     it = service()
     joined = "spark --with mac --link 10gbe"
     it.choices = [replace(one, note="prefill on spark: pays from 256") for one in it.choices]
@@ -167,7 +167,7 @@ def test_a_machine_that_reads_prompts_is_named_like_the_options_of_recommend(dri
     drive(play, model_service=it)
 
 
-def test_several_are_pulled_while_one_chats_and_one_is_used_then(drive: Any) -> None:
+def test_several_models_are_pulled_during_a_chat_and_one_is_used_afterwards(drive: Any) -> None:
     models = [
         {"id": name, "object": "model", "context_length": 1000}
         for name in ("scripted", "big", "mid")
@@ -197,7 +197,7 @@ def test_several_are_pulled_while_one_chats_and_one_is_used_then(drive: Any) -> 
         drive(play, model_service=it, toasts=True, server_=server)
 
 
-def test_a_download_that_was_stopped_or_failed_goes_on_when_it_is_asked_for_again() -> None:
+def test_a_stopped_or_failed_download_resumes_when_it_is_pulled_again() -> None:
     it = service()
     pulls = Pulls(it)
     first = pulls.start("big:Q4")
@@ -228,7 +228,7 @@ def _ended(pull: Any) -> bool:
     return bool(pull.ended)
 
 
-def test_what_is_on_the_disk_is_shown_with_its_owner_and_removed_after_a_second_yes(
+def test_installed_models_are_listed_with_their_owner_and_removed_after_two_confirmations(
     drive: Any,
 ) -> None:
     it = service()
@@ -266,7 +266,7 @@ def test_what_is_on_the_disk_is_shown_with_its_owner_and_removed_after_a_second_
     drive(play, model_service=it, toasts=True)
 
 
-def test_the_first_run_says_what_the_starter_is_and_one_key_pulls_a_better_one(drive: Any) -> None:
+def test_the_first_run_explains_the_starter_and_a_key_pulls_a_better_model(drive: Any) -> None:
     models = [{"id": name, "object": "model"} for name in ("scripted", "mid")]
     it = service()
 
@@ -304,7 +304,7 @@ def test_the_first_offer_is_a_measured_model(drive: Any) -> None:
     drive(play, model_service=it, first_run=True, size=(100, 40))
 
 
-def test_where_the_speed_is_assumed_the_first_run_says_so(drive: Any) -> None:
+def test_the_first_run_shows_that_a_speed_is_assumed(drive: Any) -> None:
     it = service()
     it.guessed = True
 
@@ -315,7 +315,7 @@ def test_where_the_speed_is_assumed_the_first_run_says_so(drive: Any) -> None:
     drive(play, model_service=it, first_run=True, size=(100, 40))
 
 
-def test_the_model_that_answers_is_first_though_no_plan_has_its_file(drive: Any) -> None:
+def test_the_loaded_model_is_listed_first_even_without_a_plan(drive: Any) -> None:
     it = service()
     here = replace(OURS, name="scripted", owner="the starter", path="/here.gguf")
     it.disk = [OURS, here]
@@ -336,7 +336,7 @@ def test_the_model_that_answers_is_first_though_no_plan_has_its_file(drive: Any)
     drive(play, model_service=it)
 
 
-def test_without_it_a_chat_says_nothing_of_a_starter(drive: Any) -> None:
+def test_a_chat_after_the_first_run_does_not_mention_the_starter(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.press("f5")
         assert "starter" not in d.screen()
@@ -344,7 +344,7 @@ def test_without_it_a_chat_says_nothing_of_a_starter(drive: Any) -> None:
     drive(play, model_service=service())
 
 
-def test_columns_are_whole_and_no_figure_is_less_than_nothing_by_a_sign() -> None:
+def test_columns_are_not_cut_and_zero_has_no_minus_sign() -> None:
     theirs = replace(THEIRS, name="n" * 60, owner="a Python package")
     plan = choice("a", 1, quality={"points": -0.4, "basis": "ours"})
     rows = ModelRows(Pulls(service()), planned=PlanList("", (plan,)), disk=[theirs])
@@ -358,7 +358,7 @@ def test_columns_are_whole_and_no_figure_is_less_than_nothing_by_a_sign() -> Non
     assert rows.rows(35, ())[0].line.endswith(" GB")
 
 
-def test_words_filter_the_list_and_slow_models_stay_in_it_below(drive: Any) -> None:
+def test_words_filter_the_list_and_slow_models_are_listed_last(drive: Any) -> None:
     class Slow(ScriptedModelService):
         def plan(self, request: Any, *told: Any) -> Any:
             planned = super().plan(request, *told)
@@ -397,7 +397,7 @@ def test_words_filter_the_list_and_slow_models_stay_in_it_below(drive: Any) -> N
     drive(play, model_service=it, size=(100, 30))
 
 
-def test_the_order_can_be_changed_and_what_answers_here_is_first(drive: Any) -> None:
+def test_the_order_can_be_changed_and_the_loaded_model_stays_first(drive: Any) -> None:
     it = ScriptedModelService(
         choice("big", 20, decode_tok_s={"value": 5.0, "low": 4.0, "high": 6.0}),
         choice("mid", 8),

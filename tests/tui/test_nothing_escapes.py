@@ -31,7 +31,7 @@ def harmless(d: Driver) -> None:
     assert d.app.is_running
 
 
-def test_a_servers_words(drive: Any) -> None:
+def test_text_from_a_server_cannot_control_the_terminal(drive: Any) -> None:
     model = {
         "id": EVIL,
         "object": "model",
@@ -67,7 +67,7 @@ def test_a_servers_words(drive: Any) -> None:
         drive(play, server_=server, size=(120, 60))
 
 
-def test_a_tools_words(drive: Any, server: ScriptedServer) -> None:
+def test_text_from_a_tool_cannot_control_the_terminal(drive: Any, server: ScriptedServer) -> None:
     host = Host(EVIL)
     host.name = EVIL
     server.play(*asks("time", '{"zone": "[/red][@click=app.quit]go[/]"}'))
@@ -89,7 +89,7 @@ def test_a_tools_words(drive: Any, server: ScriptedServer) -> None:
     drive(play, tools=(host,), size=(120, 50))
 
 
-def test_names_of_files_and_what_is_typed(
+def test_file_names_and_typed_text_cannot_control_the_terminal(
     drive: Any, server: ScriptedServer, tmp_path: Path
 ) -> None:
     name = EVIL.replace("/", "-")[:80]
@@ -113,7 +113,7 @@ def test_names_of_files_and_what_is_typed(
     drive(play, size=(120, 40))
 
 
-def test_titles_and_texts_in_the_lists(
+def test_titles_and_texts_in_lists_cannot_control_the_terminal(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     session = Session(history, EVIL, system=EVIL)
@@ -141,7 +141,7 @@ def test_titles_and_texts_in_the_lists(
     drive(play, size=(120, 40))
 
 
-def test_plans_and_names_of_models(drive: Any) -> None:
+def test_plans_and_model_names_cannot_control_the_terminal(drive: Any) -> None:
     service = ScriptedModelService(choice(EVIL, 2.0, why=EVIL, reasons=[EVIL]), choice("b", 1.0))
 
     async def play(d: Driver) -> None:

@@ -34,7 +34,7 @@ def test_a_paste_has_one_kind_of_line_break(
     assert server.requests[0]["messages"][0]["content"] == "one\ntwo\n\nthree"
 
 
-def test_control_characters_of_a_paste_stay_out(drive: Any) -> None:
+def test_control_characters_of_a_paste_are_removed(drive: Any) -> None:
     async def play(d: Driver) -> None:
         d.app.post_message(events.Paste("a\x1b[31mb\x00c\x07\td"))
         await d.until(lambda: "d" in d.app.page.composer.text)
@@ -44,7 +44,7 @@ def test_control_characters_of_a_paste_stay_out(drive: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["ctrl+w", "alt+backspace", "ctrl+backspace"])
-def test_a_word_is_removed_by_the_keys_for_it(drive: Any, key: str) -> None:
+def test_the_usual_keys_remove_a_word(drive: Any, key: str) -> None:
     async def play(d: Driver) -> None:
         await d.type("two words")
         await d.press(key)
@@ -63,7 +63,9 @@ PASTES = [
 
 
 @given(st.sampled_from(PASTES) | st.text(), st.lists(st.integers(1, 9), min_size=1))
-def test_all_of_a_paste_is_text_however_it_is_cut(pasted: str, sizes: list[int]) -> None:
+def test_all_of_a_paste_is_text_with_any_division_of_the_bytes(
+    pasted: str, sizes: list[int]
+) -> None:
     pasted = pasted.replace("\x1b[201~", "")
     stream = f"a\x1b[200~{pasted}\x1b[201~b\x1b[A"
     parser = PasteParser()

@@ -26,7 +26,7 @@ from tui.conftest import Disk, Driver, words_of
 from tui.scripted_sse import Finish, Gate, Say, ScriptedServer
 
 
-def test_a_locked_file_is_said_and_what_was_typed_stays(
+def test_a_locked_file_is_reported_and_the_typed_text_stays(
     drive: Any, server: ScriptedServer, history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.answer("ok")
@@ -47,7 +47,7 @@ def test_a_locked_file_is_said_and_what_was_typed_stays(
     assert [m.content for m in history.messages(history.list()[0].id)] == ["kept", "ok"]
 
 
-def test_a_disk_that_fills_up_in_mid_answer_costs_nothing_on_screen(
+def test_a_disk_that_fills_up_during_an_answer_loses_no_text_on_screen(
     drive: Any, server: ScriptedServer, history: History, disk: Disk
 ) -> None:
     gate = Gate()
@@ -91,7 +91,7 @@ def test_a_file_damaged_in_the_middle_is_refused_in_a_sentence_or_read(tmp_path:
     assert len(outcomes) >= 11
 
 
-def test_killed_at_any_moment_the_tree_is_whole(tmp_path: Path) -> None:
+def test_the_history_is_intact_after_a_kill_at_any_moment(tmp_path: Path) -> None:
     code = (
         "import sys; from localllm.conversation.history import History\n"
         "from localllm_tui.control.answering import PendingAnswer\n"

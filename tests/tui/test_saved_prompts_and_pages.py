@@ -47,7 +47,7 @@ def test_prompts_are_saved_and_used(drive: Any, server: ScriptedServer, history:
     assert names == ["plain.md", "review.md"]
 
 
-def test_a_number_opens_a_recent_conversation_and_else_is_a_question(
+def test_a_number_opens_a_recent_conversation_or_is_a_question_if_none_is_listed(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     server.answer("four")
@@ -94,7 +94,7 @@ EVIL = (
 )
 
 
-def test_html_contains_everything_and_runs_nothing(history: History) -> None:
+def test_html_contains_all_turns_and_no_active_content(history: History) -> None:
     session = Session(history, f"<b>model</b>{EVIL}", system=EVIL)
     session.ask(f"**what?** {EVIL}")
     table = "| a | b |\n|---|---|\n| 1 | 2 |\n\n![x](data:image/png;base64,AAAA)"
@@ -125,7 +125,7 @@ def test_save_writes_html(drive: Any, server: ScriptedServer, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("ours", "named"), [(True, True), (False, False)])
-def test_own_replaces_a_server_that_went_away(
+def test_own_replaces_a_server_that_stopped(
     drive: Any, server: ScriptedServer, ours: bool, named: bool
 ) -> None:
     server.play(Say(["half"]), Drop())

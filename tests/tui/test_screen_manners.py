@@ -13,7 +13,7 @@ from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
 
 
-def test_no_color_means_none(
+def test_no_color_removes_every_colour(
     drive: Any, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
@@ -52,9 +52,7 @@ def test_a_theme_is_remembered(drive: Any) -> None:
     drive(second)
 
 
-def test_a_theme_that_is_gone_and_a_file_that_is_broken_are_no_trouble(
-    drive: Any, tmp_path: Path
-) -> None:
+def test_an_unknown_theme_or_a_damaged_settings_file_is_ignored(drive: Any, tmp_path: Path) -> None:
     async def play(d: Driver) -> None:
         assert d.app.theme == "textual-dark"
 
@@ -63,7 +61,7 @@ def test_a_theme_that_is_gone_and_a_file_that_is_broken_are_no_trouble(
         drive(play)
 
 
-def test_toasts_leave_the_input_free(drive: Any, server: ScriptedServer) -> None:
+def test_toasts_do_not_cover_the_input(drive: Any, server: ScriptedServer) -> None:
     server.answer("ok")
 
     async def play(d: Driver) -> None:
@@ -78,7 +76,7 @@ def test_toasts_leave_the_input_free(drive: Any, server: ScriptedServer) -> None
     drive(play, toasts=True)
 
 
-def test_the_start_looks_for_nothing_to_clear_away_and_the_chat_does(drive: Any) -> None:
+def test_garbage_collection_is_off_during_the_start_and_on_in_the_chat(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.until(gc.isenabled)
 

@@ -12,7 +12,7 @@ from tui.scripted_sse import Finish, Say, ScriptedServer
 SAID = "scripted is slower than before on this machine: 12 tok/s instead of the usual 35"
 
 
-def test_what_the_server_finds_is_said_once(
+def test_the_servers_notice_is_shown_once(
     server: ScriptedServer, drive: Callable[..., None]
 ) -> None:
     async def play(d: Driver) -> None:
@@ -32,7 +32,9 @@ def test_what_the_server_finds_is_said_once(
     drive(play)
 
 
-def test_the_list_is_not_asked_for_ever(server: ScriptedServer, drive: Callable[..., None]) -> None:
+def test_the_list_is_queried_only_a_few_times(
+    server: ScriptedServer, drive: Callable[..., None]
+) -> None:
     async def play(d: Driver) -> None:
         for i in range(NOTICE_ASKS):
             await d.ask(f"{i}")

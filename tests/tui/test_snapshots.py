@@ -259,7 +259,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("size", "look"), CASES)
-def test_every_screen_looks_as_it_did(
+def test_every_screen_matches_its_snapshot(
     drive: Any,
     history: History,
     connections: list[sqlite3.Connection],
@@ -392,7 +392,7 @@ def test_every_screen_looks_as_it_did(
         )
 
 
-def test_the_pictures_of_the_docs_are_those_screens() -> None:
+def test_the_pictures_of_the_docs_match_the_screens() -> None:
     drawn = pictures()
     assert {*PICTURES.glob("*.svg")} == drawn.keys(), "python -m tui.pictures draws them anew"
     for path, svg in drawn.items():

@@ -14,7 +14,7 @@ def _top(d: Driver) -> str:
     return d.screen().splitlines()[0].strip()
 
 
-def test_it_stands_above_the_conversation_until_it_is_removed(
+def test_the_system_prompt_is_shown_above_the_conversation_until_removed(
     drive: Any, server: ScriptedServer
 ) -> None:
     server.answer("ok")
@@ -32,7 +32,9 @@ def test_it_stands_above_the_conversation_until_it_is_removed(
     drive(play, system="Be brief")
 
 
-def test_a_new_conversation_says_that_it_is_kept(drive: Any, server: ScriptedServer) -> None:
+def test_a_new_conversation_shows_that_the_system_prompt_is_kept(
+    drive: Any, server: ScriptedServer
+) -> None:
     server.answer("ok")
 
     async def play(d: Driver) -> None:
@@ -47,7 +49,7 @@ def test_a_new_conversation_says_that_it_is_kept(drive: Any, server: ScriptedSer
     drive(play, system="Be brief")
 
 
-def test_it_comes_back_with_its_conversation(drive: Any, history: History) -> None:
+def test_the_system_prompt_is_restored_with_its_conversation(drive: Any, history: History) -> None:
     kept = Session(history, "m", system="Be brief")
     kept.ask("q")
 
@@ -59,7 +61,9 @@ def test_it_comes_back_with_its_conversation(drive: Any, history: History) -> No
     drive(play)
 
 
-def test_changing_it_says_what_that_costs(drive: Any, server: ScriptedServer) -> None:
+def test_changing_the_system_prompt_shows_the_tokens_to_prefill_again(
+    drive: Any, server: ScriptedServer
+) -> None:
     server.answer("ok", usage=(300, 12, 0))
 
     async def play(d: Driver) -> None:
@@ -74,7 +78,7 @@ def test_changing_it_says_what_that_costs(drive: Any, server: ScriptedServer) ->
     drive(play)
 
 
-def test_what_was_read_again_is_said_in_the_servers_words(
+def test_tokens_prefilled_again_are_shown_with_the_servers_reason(
     drive: Any, server: ScriptedServer
 ) -> None:
     server.answer("ok", usage=(300, 12, 0))

@@ -103,7 +103,7 @@ def test_a_command_runs_from_the_palette(drive: Any, server: ScriptedServer) -> 
     assert len(server.requests) == 2
 
 
-def test_only_what_can_be_insisted_on_takes_a_bang(drive: Any) -> None:
+def test_only_commands_that_can_be_forced_accept_an_exclamation_mark(drive: Any) -> None:
     async def play(d: Driver) -> None:
         for name in (c.name for c in COMMANDS if c.insist is None):
             await d.send(f"/{name}!")
@@ -129,7 +129,7 @@ def test_plain_mode_knows_its_commands(
         assert "there is no command" not in said
 
 
-def test_plain_mode_goes_from_one_found_turn_to_the_next(
+def test_plain_mode_moves_from_one_found_turn_to_the_next(
     server: ScriptedServer,
     history: History,
     monkeypatch: pytest.MonkeyPatch,
@@ -144,7 +144,7 @@ def test_plain_mode_goes_from_one_found_turn_to_the_next(
     assert out.count("from the Black Forest") == 3  # as it arrived, and for both requests
 
 
-def test_every_key_of_the_table_has_something_to_do(drive: Any) -> None:
+def test_every_key_of_the_table_has_an_action(drive: Any) -> None:
     """Every key of the table has an action.
 
     A caught key with an action that the input does not know would end the app with a KeyError.
@@ -166,7 +166,7 @@ def test_every_key_of_the_table_has_something_to_do(drive: Any) -> None:
     drive(play)
 
 
-def test_help_has_every_key_and_command_that_says_something(drive: Any) -> None:
+def test_help_lists_every_key_and_command_with_a_help_text(drive: Any) -> None:
     entries = {entry for _, section in help_sections() for entry in section}
     assert {(k.label, k.help) for k in KEYS if k.help} <= entries
     assert {(c.usage, c.help) for c in COMMANDS} <= entries
@@ -184,7 +184,7 @@ def test_help_has_every_key_and_command_that_says_something(drive: Any) -> None:
     drive(play)
 
 
-def test_the_frames_say_what_the_keys_do_now(drive: Any, server: ScriptedServer) -> None:
+def test_the_frames_show_the_current_keys(drive: Any, server: ScriptedServer) -> None:
     gate = Gate()
     server.play(Say(["slow"]), gate)
 

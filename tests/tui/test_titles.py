@@ -16,7 +16,7 @@ from tui.conftest import Driver
 from tui.scripted_sse import Finish, Gate, Refuse, Say, ScriptedServer
 
 
-def test_a_title_is_made_when_nobody_types(
+def test_a_title_is_generated_while_the_user_is_idle(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     server.answer("Paris, of course")
@@ -36,7 +36,7 @@ def test_a_title_is_made_when_nobody_types(
     ]
 
 
-def test_a_slow_title_is_not_begun_again(
+def test_a_slow_title_is_not_requested_again(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     server.answer("Paris, of course")
@@ -60,7 +60,7 @@ def test_a_slow_title_is_not_begun_again(
     "reply",
     ["Paris, of course it is", "Here's a two-word conversation", "word " * 30, "?", "", None],
 )
-def test_what_is_no_title_is_not_taken_nor_asked_for_again(
+def test_an_unusable_title_is_neither_used_nor_requested_again(
     drive: Any, server: ScriptedServer, history: History, reply: str | None
 ) -> None:
     server.answer("Paris, of course it is")
@@ -79,7 +79,9 @@ def test_what_is_no_title_is_not_taken_nor_asked_for_again(
     assert history.list()[0].title == "capital of France?"
 
 
-def test_a_person_says_another(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_the_user_can_set_another_title(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     server.answer("ok")
 
     async def play(d: Driver) -> None:

@@ -70,7 +70,7 @@ def asks(name: str = "time", arguments: str = '{"zone": "CET"}') -> list[Any]:
     return [*(Raw(f"data: {json.dumps(c)}\n\n".encode()) for c in chunks), Finish("tool_calls")]
 
 
-def test_nothing_is_offered_until_it_is_asked_for(drive: Any, server: ScriptedServer) -> None:
+def test_no_tool_is_offered_until_tools_are_turned_on(drive: Any, server: ScriptedServer) -> None:
     server.answer("ok")
     host = Host()
 
@@ -84,7 +84,7 @@ def test_nothing_is_offered_until_it_is_asked_for(drive: Any, server: ScriptedSe
     drive(play, tools=(host,))
 
 
-def test_a_yes_runs_it_and_the_answer_goes_on_with_the_result(
+def test_an_approved_tool_runs_and_the_answer_continues_with_its_result(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     host = Host("12:00\x1b[2J")
@@ -125,7 +125,9 @@ def test_a_yes_runs_it_and_the_answer_goes_on_with_the_result(
 
 
 @pytest.mark.parametrize("key", ["n", "escape", "ctrl+c"])
-def test_anything_but_a_yes_is_a_no(drive: Any, server: ScriptedServer, key: str) -> None:
+def test_a_tool_that_is_not_approved_does_not_run(
+    drive: Any, server: ScriptedServer, key: str
+) -> None:
     host = Host()
     server.play(*asks())
     server.answer("Then I can't say.")
@@ -145,7 +147,7 @@ def test_anything_but_a_yes_is_a_no(drive: Any, server: ScriptedServer, key: str
     drive(play, tools=(host,))
 
 
-def test_a_call_that_can_not_be_made_is_told_to_the_model(
+def test_a_call_that_cannot_run_is_reported_to_the_model(
     drive: Any, server: ScriptedServer
 ) -> None:
     server.play(*asks("rm", "{}"))
@@ -161,7 +163,7 @@ def test_a_call_that_can_not_be_made_is_told_to_the_model(
     drive(play, tools=(Host(),))
 
 
-def test_a_model_that_asks_for_ever_is_stopped(drive: Any, server: ScriptedServer) -> None:
+def test_a_model_that_calls_tools_endlessly_is_stopped(drive: Any, server: ScriptedServer) -> None:
     for _ in range(MAX_ROUNDS):
         server.play(*asks("nothing"))
     server.answer("enough")
@@ -176,7 +178,7 @@ def test_a_model_that_asks_for_ever_is_stopped(drive: Any, server: ScriptedServe
     drive(play, tools=(Host(),), size=(80, 50))
 
 
-def test_what_config_toml_can_not_mean_is_said() -> None:
+def test_an_invalid_tool_table_in_config_is_an_error() -> None:
     paths.private_dir(paths.config_dir())
     file = paths.config_dir() / "config.toml"
     for text, why in (
@@ -206,7 +208,7 @@ server.run()
 """
 
 
-def test_a_program_that_speaks_mcp_is_started_asked_and_ended(tmp_path: Path) -> None:
+def test_an_mcp_program_is_started_called_and_ended(tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     (tmp_path / "sums.py").write_text(SERVER)
     pythonpath = {"PYTHONPATH": ":".join(p for p in sys.path if p)}
@@ -263,7 +265,7 @@ def test_a_program_that_misbehaves_is_an_error_with_its_reason(program: str, why
 @pytest.mark.parametrize(
     ("result", "why"), [("'x' * 9_000_000", "more than 8 MiB"), ("os._exit(1)", "it ended")]
 )
-def test_a_call_that_floods_or_ends_the_program_is_an_error(
+def test_a_call_with_too_much_output_or_a_dead_program_is_an_error(
     tmp_path: Path, result: str, why: str
 ) -> None:
     pytest.importorskip("mcp")
@@ -297,7 +299,7 @@ class SlowHost(Host):
         return "noon"
 
 
-def test_a_running_call_is_shown_and_stays_in_the_record_after_esc(
+def test_a_running_call_is_shown_and_stays_in_the_history_after_esc(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     server.play(*asks())
@@ -323,7 +325,9 @@ def test_a_running_call_is_shown_and_stays_in_the_record_after_esc(
     assert stored.meta["tools"][0]["result"] == STOPPED_CALL
 
 
-def test_a_allows_this_tool_until_the_tools_are_off(drive: Any, server: ScriptedServer) -> None:
+def test_the_key_a_allows_a_tool_until_tools_are_turned_off(
+    drive: Any, server: ScriptedServer
+) -> None:
     host = Host()
     for _ in range(3):
         server.play(*asks())

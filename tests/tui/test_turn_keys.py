@@ -37,7 +37,7 @@ def _selected(d: Driver) -> str:
     return words_of(view).partition("\n")[0] if view is not None else ""
 
 
-def test_looking_at_another_version_says_that_it_stopped_the_answer_that_was_being_written(
+def test_showing_another_version_stops_the_running_answer_with_a_note(
     drive: Any, server: ScriptedServer, conversation: str
 ) -> None:
     server.answer("another")
@@ -95,7 +95,7 @@ def test_a_turn_is_selected_and_the_window_resized_while_an_answer_streams(
     assert copied == ["a2\n```\ncode 2\n```\n```\nmore 2\n```"]
 
 
-def test_turns_are_walked_and_left(drive: Any, conversation: str) -> None:
+def test_keys_move_between_turns_and_back_to_the_input(drive: Any, conversation: str) -> None:
     async def play(d: Driver) -> None:
         await d.press("f2")
         assert _selected(d) == "a2"
@@ -114,7 +114,7 @@ def test_turns_are_walked_and_left(drive: Any, conversation: str) -> None:
     drive(play, resume=conversation)
 
 
-def test_a_question_in_the_middle_is_changed_and_both_branches_are_there(
+def test_an_edited_question_in_the_middle_makes_a_second_branch(
     drive: Any, server: ScriptedServer, history: History, conversation: str
 ) -> None:
     server.answer("anew")
@@ -139,7 +139,7 @@ def test_a_question_in_the_middle_is_changed_and_both_branches_are_there(
     assert [m.content for m in history.messages(conversation)] == ["q1!", "anew"]
 
 
-def test_an_answer_is_changed_and_the_model_goes_on_from_what_it_says_now(
+def test_an_edited_answer_is_sent_with_the_next_question(
     drive: Any, server: ScriptedServer, conversation: str
 ) -> None:
     server.answer("ok")
@@ -181,7 +181,7 @@ def test_an_answer_in_the_middle_is_asked_for_again(
     assert len(history.tree(conversation)[0]) == 5
 
 
-def test_a_stopped_answer_is_gone_on_with(
+def test_a_key_continues_a_stopped_answer(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     server.play(Say(["half"]), Finish("length"))
@@ -230,7 +230,7 @@ def test_a_turn_is_removed_when_asked_twice(
     assert len(history.tree(conversation)[0]) == 2
 
 
-def test_a_branch_of_its_own(
+def test_a_key_branches_off_a_separate_conversation(
     drive: Any, server: ScriptedServer, history: History, conversation: str
 ) -> None:
     server.answer("elsewhere")
@@ -246,7 +246,7 @@ def test_a_branch_of_its_own(
     assert [m.content for m in history.messages(original.id)][2] == "q2"
 
 
-def test_a_long_conversation_opens_at_its_end_and_goes_up_to_its_beginning(
+def test_a_long_conversation_opens_at_its_end_and_scrolls_up_to_its_start(
     drive: Any, history: History
 ) -> None:
     session = Session(history, "scripted")
@@ -268,7 +268,7 @@ def test_a_long_conversation_opens_at_its_end_and_goes_up_to_its_beginning(
     drive(play, resume=session.id)
 
 
-def test_nothing_to_select_is_no_trouble(drive: Any) -> None:
+def test_turn_keys_without_turns_have_no_effect(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.press("f2", "e", "up")
         assert d.app.page.composer.has_focus

@@ -39,7 +39,7 @@ def chat(*words: str, piped: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_without_a_terminal_both_answers_are_printed_with_their_names(
+def test_without_a_terminal_both_answers_are_printed_with_the_models_names(
     installed: tuple[str, str],
 ) -> None:
     single = [chat("-m", name, "Say hi").stdout for name in installed]
@@ -58,7 +58,7 @@ def test_without_a_terminal_both_answers_are_printed_with_their_names(
         (["-m", "alpha", "-m", "beta", "--continue", "hi"], "--continue and two models"),
     ],
 )
-def test_it_is_refused_before_a_model_answers(
+def test_invalid_options_with_two_models_are_refused_before_any_answer(
     words: list[str], error: str, installed: tuple[str, str]
 ) -> None:
     refused = chat(*words)
@@ -68,7 +68,7 @@ def test_it_is_refused_before_a_model_answers(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
-def test_line_by_line_both_models_answer_in_turn(installed: tuple[str, str]) -> None:
+def test_the_line_based_chat_shows_both_models_in_turn(installed: tuple[str, str]) -> None:
     ours, theirs = os.openpty()
     words = ["chat", "--plain", "-m", "alpha", "-m", "beta", *OPTIONS]
     child = subprocess.Popen(

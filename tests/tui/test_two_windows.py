@@ -22,7 +22,7 @@ def _texts(history: History, conv_id: str | None) -> list[str]:
     return [m.content for m in history.messages(conv_id)]
 
 
-def test_two_windows_have_drafts_of_their_own(tmp_path: Path) -> None:
+def test_two_windows_have_separate_drafts(tmp_path: Path) -> None:
     first, second = Drafts(tmp_path / "drafts"), Drafts(tmp_path / "drafts")
     first.save(None, "mine")
     assert second.load(None) == ""
@@ -34,7 +34,7 @@ def test_two_windows_have_drafts_of_their_own(tmp_path: Path) -> None:
     assert first.load("abc") == ""
 
 
-def test_what_a_closed_window_left_is_the_next_ones(tmp_path: Path) -> None:
+def test_the_draft_of_a_closed_window_is_loaded_by_the_next(tmp_path: Path) -> None:
     first, second = Drafts(tmp_path / "drafts"), Drafts(tmp_path / "drafts")
     second.save(None, "left behind")
     second.close()
@@ -45,7 +45,7 @@ def test_what_a_closed_window_left_is_the_next_ones(tmp_path: Path) -> None:
     assert Drafts(tmp_path / "drafts").load(None) == "left behind"
 
 
-def test_a_killed_window_holds_nothing(tmp_path: Path) -> None:
+def test_a_killed_window_releases_its_draft(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from localllm_tui.control.local_state import Drafts\n"
         "d = Drafts(pathlib.Path(sys.argv[1])); d.save(None, 'typed'); d.load(None); "
@@ -64,7 +64,7 @@ def test_a_killed_window_holds_nothing(tmp_path: Path) -> None:
     assert beside.load(None) == "typed"
 
 
-def test_the_second_to_write_goes_on_beside_the_first(history: History) -> None:
+def test_the_second_window_to_write_continues_on_its_own_branch(history: History) -> None:
     mine = Session(history, "m")
     mine.ask("q")
     yours = Session(history, "m", conv_id=mine.id)
@@ -82,7 +82,7 @@ def test_the_second_to_write_goes_on_beside_the_first(history: History) -> None:
     assert len(history.tree(str(mine.id))[0]) == 5
 
 
-def test_what_another_window_removed_is_gone_on_from_in_a_copy(history: History) -> None:
+def test_a_turn_removed_by_another_window_is_continued_in_a_copy(history: History) -> None:
     for remove in (lambda s: s.remove(s.turns[0]), lambda s: history.delete(s.id)):
         mine = Session(history, "m", system="Be brief")
         mine.ask("q")
@@ -98,7 +98,7 @@ def test_what_another_window_removed_is_gone_on_from_in_a_copy(history: History)
         history.delete(str(mine.id))
 
 
-def test_a_window_says_that_another_has_gone_on_too(
+def test_a_window_shows_that_another_window_continued_the_conversation(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
     server.answer("one")
