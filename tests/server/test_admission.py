@@ -40,7 +40,7 @@ def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(story())
 
 
-def test_two_that_fit_together_stay_loaded_together() -> None:
+def test_two_models_that_fit_together_stay_loaded_together() -> None:
     async def story() -> None:
         models = router(10, chat=6, autocomplete=2)
         await models.preload()
@@ -49,7 +49,7 @@ def test_two_that_fit_together_stay_loaded_together() -> None:
     run(story)
 
 
-def test_what_does_not_fit_beside_the_first_waits_and_takes_its_place_when_asked_for() -> None:
+def test_a_model_that_does_not_fit_with_the_first_replaces_it_on_request() -> None:
     async def story() -> None:
         models = router(10, chat=6, other=5)
         await models.preload()
@@ -61,7 +61,7 @@ def test_what_does_not_fit_beside_the_first_waits_and_takes_its_place_when_asked
     run(story)
 
 
-def test_the_longest_unused_makes_room_and_no_more_than_needed() -> None:
+def test_only_the_least_recently_used_models_are_unloaded_for_another() -> None:
     async def story() -> None:
         models = router(10, a=4, b=4, c=4)
         for name in ("a", "b", "a", "c"):
@@ -90,7 +90,7 @@ def test_a_model_that_answers_is_never_unloaded_and_the_refusal_has_figures() ->
     run(story)
 
 
-def test_one_too_large_for_the_machine_is_refused_and_nobody_leaves_for_it() -> None:
+def test_a_model_too_large_for_the_machine_is_refused_and_unloads_no_other() -> None:
     async def story() -> None:
         models = router(10, chat=6, huge=12)
         await models.preload()
@@ -106,7 +106,7 @@ def test_one_too_large_for_the_machine_is_refused_and_nobody_leaves_for_it() -> 
     run(story)
 
 
-def test_other_programs_memory_counts_unless_the_model_is_alone() -> None:
+def test_memory_of_other_programs_counts_unless_no_other_model_is_loaded() -> None:
     async def story() -> None:
         models = router(10, lambda: 1 * GB, chat=6, small=2)
         await models.resolve("chat").engine()  # no other model is loaded: the limit decides
@@ -163,7 +163,7 @@ def test_a_name_that_would_mean_two_models_is_refused() -> None:
         )
 
 
-def test_metrics_keep_nothing_loaded_and_wake_nobody() -> None:
+def test_metrics_neither_load_a_model_nor_keep_it_loaded() -> None:
     async def story() -> None:
         model = router(10, a=6).resolve("a")
         assert await model.worker.snapshot() == {}
@@ -180,7 +180,7 @@ def test_metrics_keep_nothing_loaded_and_wake_nobody() -> None:
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=5),
     asks=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=20),
 )
-def test_whatever_is_asked_the_loaded_models_fit_and_those_in_use_stay(
+def test_with_any_requests_the_loaded_models_fit_and_models_in_use_stay(
     sizes: list[int], asks: list[tuple[int, bool]]
 ) -> None:
     async def story() -> None:

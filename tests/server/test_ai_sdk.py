@@ -75,7 +75,9 @@ def came_to(engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("dialect", _DIALECTS)
 @pytest.mark.parametrize("way", ["whole", "stream"])
-def test_texts_and_reasoning(came_to: dict[str, Any], dialect: str, way: str) -> None:
+def test_the_ai_sdk_reads_texts_and_reasoning(
+    came_to: dict[str, Any], dialect: str, way: str
+) -> None:
     got = came_to[f"{dialect} {way}"]
     assert (got["text"], got["reason"]) == ("Hello world", "stop")
     assert got["output_tokens"] > 0
@@ -85,19 +87,23 @@ def test_texts_and_reasoning(came_to: dict[str, Any], dialect: str, way: str) ->
 
 @pytest.mark.parametrize("dialect", _DIALECTS)
 @pytest.mark.parametrize("way", ["whole", "streamed"])
-def test_tools_and_forms(came_to: dict[str, Any], dialect: str, way: str) -> None:
+def test_the_ai_sdk_reads_tool_calls_and_structured_output(
+    came_to: dict[str, Any], dialect: str, way: str
+) -> None:
     got = came_to[f"{dialect} {way} tools"]
     assert (got["text"], got["seen"], got["reason"]) == ("Hello world", ["seen x"], "stop")
     assert came_to[f"{dialect} {way} form"] == _BIRD
 
 
-def test_leaving_ends_the_work(came_to: dict[str, Any], engine: ScriptedEngine) -> None:
+def test_an_aborted_call_of_the_ai_sdk_cancels_its_request(
+    came_to: dict[str, Any], engine: ScriptedEngine
+) -> None:
     assert all(came_to[f"{dialect} abort"] == {"aborted": True} for dialect in _DIALECTS)
     assert len(engine.cancelled) == len(_DIALECTS)
 
 
 @pytest.mark.parametrize("dialect", _DIALECTS)
-def test_a_full_window_is_told(came_to: dict[str, Any], dialect: str) -> None:
+def test_the_ai_sdk_gets_a_400_for_a_full_context(came_to: dict[str, Any], dialect: str) -> None:
     got = came_to[f"{dialect} overflow"]
     assert got["status"] == 400
     assert "4096" in got["said"]

@@ -84,7 +84,7 @@ def ask(http: httpx.Client, engine: ScriptedEngine, **body: Any) -> tuple[httpx.
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("limit", [{}, {"max_tokens": 32000}], ids=str)
-def test_a_prompt_too_long_says_so_in_the_words_clients_compact_by(
+def test_a_prompt_too_long_is_refused_with_the_text_that_clients_compact_on(
     counting: httpx.Client, stream: bool, limit
 ) -> None:
     long = [{"role": "user", "content": "word " * 1500}]
@@ -107,7 +107,7 @@ def test_a_prompt_too_long_says_so_in_the_words_clients_compact_by(
         (3, "max_tokens"),
     ],
 )
-def test_a_full_window_is_told_from_a_limit(
+def test_a_full_context_and_a_token_limit_have_different_stop_reasons(
     counting: httpx.Client, stream: bool, most: int | None, reason: str
 ) -> None:
     long = [{"role": "user", "content": "word " * 960}]
@@ -131,7 +131,9 @@ def _with_result(**result: Any) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_model_is_told_that_a_tool_failed(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_a_failed_tool_result_is_marked_in_the_prompt(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     said = {}
     for failed in (True, False):
         messages = _with_result(content="no such file", is_error=failed)
@@ -141,7 +143,7 @@ def test_the_model_is_told_that_a_tool_failed(http: httpx.Client, engine: Script
     assert "[the tool failed]\nno such file" in said[True]
 
 
-def test_a_failed_tool_without_a_word_is_told_too(
+def test_a_failed_tool_result_without_text_is_marked_in_the_prompt_too(
     http: httpx.Client, engine: ScriptedEngine
 ) -> None:
     assert (
@@ -208,7 +210,7 @@ def test_documents_of_text_are_read_and_others_named(
     assert reply.headers["x-localllm-ignored"] == "messages.documents"
 
 
-def test_what_anthropics_servers_once_did_is_left_out_and_named(
+def test_blocks_of_anthropics_server_tools_are_left_out_and_named(
     http: httpx.Client, engine: ScriptedEngine
 ) -> None:
     said = [
@@ -228,7 +230,7 @@ def test_what_anthropics_servers_once_did_is_left_out_and_named(
     }  # fmt: skip
 
 
-def test_a_summary_made_elsewhere_and_references_to_tools_are_text(
+def test_a_foreign_compaction_block_and_tool_references_are_text(
     http: httpx.Client, engine: ScriptedEngine
 ) -> None:
     messages = [
@@ -264,7 +266,7 @@ def test_a_summary_made_elsewhere_and_references_to_tools_are_text(
     ],
     ids=lambda v: str(v)[:40],
 )
-def test_what_clients_send_besides_is_taken(
+def test_additional_fields_that_clients_send_are_accepted(
     http: httpx.Client, engine: ScriptedEngine, body: Any, named: str
 ) -> None:
     assert ask(http, engine, **body)[0].headers.get("x-localllm-ignored", "") == named
@@ -439,7 +441,7 @@ def test_a_left_out_tool_can_not_be_forced(http: httpx.Client) -> None:
     ],
     ids=str,
 )
-def test_tool_choice(
+def test_tool_choice_decides_offered_tools_and_parallel_calls(
     http: httpx.Client, engine: ScriptedEngine, choice: Any, offered: bool, parallel: int
 ) -> None:
     calls = [

@@ -98,7 +98,9 @@ def prompt_of(engine: ScriptedEngine) -> str:
 LONG = [*turn(1), *turn(2), GO_ON]
 
 
-def test_the_summary_stands_before_the_answer(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_the_compaction_block_is_before_the_answer(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     answer = asked(http, LONG, edit())
     block, text = answer["content"]
     assert (block["type"], text["text"], answer["stop_reason"]) == (
@@ -245,7 +247,7 @@ def test_below_the_trigger_nothing_is_compacted(http: httpx.Client, engine: Scri
     assert len(engine.requests) == 4
 
 
-def test_a_count_compacts_nothing(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_counting_tokens_makes_no_compaction(http: httpx.Client, engine: ScriptedEngine) -> None:
     counted = http.post(COUNT, json=body(LONG, edit())).json()["input_tokens"]
     assert counted > 5000
     block = asked(http, LONG, edit())["content"][0]
@@ -254,7 +256,7 @@ def test_a_count_compacts_nothing(http: httpx.Client, engine: ScriptedEngine) ->
     assert len(engine.requests) == 2
 
 
-def test_results_that_another_edit_cleared_may_suffice(
+def test_no_compaction_if_clearing_tool_results_is_enough(
     http: httpx.Client, engine: ScriptedEngine
 ) -> None:
     uses = {"type": "tool_uses", "value": 0}

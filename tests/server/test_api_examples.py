@@ -86,7 +86,7 @@ def test_every_dialect_has_an_example_in_curl_and_in_python() -> None:
 
 
 @pytest.mark.parametrize(("page", "language", "text"), TRIED)
-def test_the_example_works(
+def test_every_example_of_the_api_pages_runs(
     request: pytest.FixtureRequest, page: str, language: str, text: str
 ) -> None:
     server = request.getfixturevalue("scoring" if page == SCORING else "server")

@@ -70,14 +70,14 @@ def post(http: httpx.Client, body: bytes, encoding: str) -> httpx.Response:
         ("gzip", lambda data: gzip.compress(data[:20]) + gzip.compress(data[20:])),
     ],
 )
-def test_a_packed_body_is_read(http: httpx.Client, encoding: str, pack: Any) -> None:
+def test_a_compressed_body_is_read(http: httpx.Client, encoding: str, pack: Any) -> None:
     r = post(http, pack(json.dumps(HI).encode()), encoding)
     assert r.status_code == 200, r.text
     assert r.json()["choices"][0]["message"]["content"] == "Hello world!"
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zlib.compress, raw_deflate])
-def test_a_body_that_unpacks_to_too_much_is_refused(http: httpx.Client, pack: Any) -> None:
+def test_a_body_that_decompresses_to_too_much_is_refused(http: httpx.Client, pack: Any) -> None:
     encoding = "gzip" if pack is gzip.compress else "deflate"
     bomb = pack(b'{"x": "' + b"a" * 50_000_000 + b'"}')
     assert len(bomb) < LIMIT
@@ -122,7 +122,7 @@ def test_a_bomb_is_never_unpacked_beyond_the_limit(members: int) -> None:
         (json.dumps(HI).encode(), "gzip, gzip", 415),
     ],
 )
-def test_what_can_not_be_unpacked_says_why(
+def test_a_body_that_cannot_be_decompressed_is_refused_with_the_reason(
     http: httpx.Client, body: bytes, encoding: str, status: int
 ) -> None:
     r = post(http, body, encoding)
@@ -143,7 +143,7 @@ class _Sent:
         yield self._body
 
 
-def test_a_body_of_many_brackets_does_not_hold_the_server_up() -> None:
+def test_a_body_of_many_brackets_does_not_block_the_server() -> None:
     """The body is refused for its depth, which shows only at its end.
 
     Meanwhile the event loop continues to run.
@@ -200,7 +200,7 @@ def test_depth_is_that_of_the_value_whatever_its_strings_hold(value: Any, plain:
         parse(body, depth - 1)
 
 
-def test_the_limit_is_exact() -> None:
+def test_the_limit_of_depth_is_exact() -> None:
     for depth, fine in ((96, True), (97, False)):
         body = b'{"x":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b',"y":"' + b"[" * 300 + b'"}'
         if fine:

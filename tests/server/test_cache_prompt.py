@@ -70,7 +70,7 @@ def answering(http: httpx.Client, name: str, **more: Any) -> Iterator[None]:
         assert json.loads(next(lines)[6:])["choices"][0]["finish_reason"] is None  # still running
 
 
-def test_what_is_cached_is_not_used(http: httpx.Client) -> None:
+def test_cached_kv_is_not_used_without_cache_prompt(http: httpx.Client) -> None:
     assert cached(http, "Ada") < 16
     assert cached(http, "Ada") > 80  # the KV is cached, and other requests find it
     for _ in range(2):
@@ -78,30 +78,30 @@ def test_what_is_cached_is_not_used(http: httpx.Client) -> None:
     assert cached(http, "Ada") > 80  # the KV is still cached
 
 
-def test_nothing_is_left_behind(http: httpx.Client) -> None:
+def test_a_request_without_cache_prompt_adds_no_kv_to_the_cache(http: httpx.Client) -> None:
     for _ in range(2):
         assert cached(http, "Berta", cache_prompt=False) == 0
     assert cached(http, "Berta") < 16
 
 
-def test_a_neighbour_s_prefix_is_not_taken(http: httpx.Client) -> None:
+def test_a_running_requests_prefix_is_not_used_without_cache_prompt(http: httpx.Client) -> None:
     with answering(http, "Clara"):
         assert cached(http, "Clara", cache_prompt=False) == 0
         assert cached(http, "Clara") > 80
 
 
-def test_a_neighbour_may_not_take_its_prefix(http: httpx.Client) -> None:
+def test_a_prefix_of_a_request_without_cache_prompt_is_not_shared(http: httpx.Client) -> None:
     with answering(http, "Dora", cache_prompt=False):
         assert cached(http, "Dora") < 16
 
 
-def test_a_tool_call_in_parts_caches_nothing_either(http: httpx.Client) -> None:
+def test_a_tool_call_in_parts_adds_no_kv_to_the_cache_either(http: httpx.Client) -> None:
     tool = {"type": "function", "function": {"name": "find_book", "parameters": {"type": "object"}}}
     call = {"tools": [tool], "tool_choice": "required", "max_tokens": 24}
     assert cached(http, "Emma", cache_prompt=False, **call) == 0
     assert cached(http, "Emma", **call) < 16
 
 
-def test_the_reply_says_that_it_was_asked_for(http: httpx.Client) -> None:
+def test_the_reply_states_that_the_request_disabled_the_cache(http: httpx.Client) -> None:
     body = {"messages": conversation("Fanny"), "max_tokens": 1, "cache_prompt": False}
     assert "disabled the cache" in http.post(CHAT, json=body).headers["x-localllm-cache"]

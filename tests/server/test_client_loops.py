@@ -205,7 +205,7 @@ def test_a_client_finishes_its_loop(server: Running, loop: Loop, stream: bool) -
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-def test_a_full_window_is_told_in_the_words_by_which_clients_know_it(
+def test_a_full_context_is_reported_in_the_words_that_clients_recognise(
     server: Running, stream: bool
 ) -> None:
     """A full context is reported in OpenAI's words.

@@ -301,7 +301,7 @@ def effect(
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row[:3]))
-def test_what_becomes_of_it(
+def test_each_field_has_its_documented_effect(
     http: httpx.Client, engine: ScriptedEngine, row: tuple[Any, ...]
 ) -> None:
     path, field, fate, value = row[:4]

@@ -23,7 +23,7 @@ def _read_health(s: socket.socket) -> None:
     assert b" 200 " in said
 
 
-def test_headers_that_trickle_behind_a_first_request_are_cut_off_too() -> None:
+def test_slow_headers_after_a_first_request_are_cut_off_too() -> None:
     with (
         running_server({"tiny": ScriptedEngine()}, header_timeout_s=HEADER_S) as server,
         socket.create_connection(("127.0.0.1", server.port)) as s,
@@ -35,7 +35,7 @@ def test_headers_that_trickle_behind_a_first_request_are_cut_off_too() -> None:
         assert s.recv(1000) == b""
 
 
-def test_a_connection_may_rest_between_requests() -> None:
+def test_a_connection_may_be_idle_between_requests() -> None:
     with (
         running_server({"tiny": ScriptedEngine()}, header_timeout_s=HEADER_S) as server,
         socket.create_connection(("127.0.0.1", server.port)) as s,
@@ -49,7 +49,7 @@ def test_a_connection_may_rest_between_requests() -> None:
                 s.recv(1)  # no data, and the connection is open
 
 
-def test_many_that_hold_their_connections_open_keep_nobody_out() -> None:
+def test_many_idle_connections_do_not_block_other_clients() -> None:
     held: list[socket.socket] = []
     with running_server({"tiny": ScriptedEngine()}) as server:
         try:

@@ -255,7 +255,7 @@ def test_anthropic_finishes_a_tool_loop(server: Running, request: pytest.Fixture
         client.messages.create(**ask, messages=long)
 
 
-def test_litellm(server: Running) -> None:
+def test_litellm_works_in_the_openai_and_ollama_dialects(server: Running) -> None:
     litellm = _package("litellm")
     ask: dict[str, Any] = {"messages": HI, "max_tokens": 60, "api_key": "none"}
     openai_way = {"model": "openai/smollm2", "api_base": server.url + "/v1", **ask}
@@ -274,7 +274,7 @@ def test_litellm(server: Running) -> None:
     )
 
 
-def test_langchain(server: Running) -> None:
+def test_langchain_reads_answers_tool_calls_and_structured_output(server: Running) -> None:
     chat = _package("langchain_openai").ChatOpenAI(
         base_url=server.url + "/v1", api_key="none", model="smollm2", max_tokens=60
     )

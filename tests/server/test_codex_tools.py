@@ -65,7 +65,7 @@ def events(reply: httpx.Response) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("tool", "flat"), [(SERVER, "mcp__notes__lookup"), (AGENTS, "agents__lookup")]
 )
-def test_a_namespace_is_flat_for_the_model_and_apart_for_the_client(
+def test_a_namespace_is_part_of_the_name_for_the_model_and_separate_for_the_client(
     tool: dict[str, Any], flat: str
 ) -> None:
     engine, reply = answered([call(flat, '{"q": "x"}')], tools=[LOOK, tool])
@@ -165,7 +165,7 @@ def test_a_grammar_without_recursion_is_a_pattern(lark: str, yes: str, no: str) 
 
 @pytest.mark.parametrize("lark", ['start: start "a" | "b"', "%ignore WS\nstart: \"a\"", "start: "
                                                                                         "nobody", "start: \"a", ""])  # fmt: skip
-def test_another_is_none(lark: str) -> None:
+def test_a_grammar_that_is_not_regular_has_no_pattern(lark: str) -> None:
     assert regular(lark) is None
 
 
@@ -262,7 +262,7 @@ def test_a_real_model_is_held_to_the_grammar(
     assert re.fullmatch(pattern, item["input"]), item
 
 
-def test_codex_finds_what_it_asks_of_a_model() -> None:
+def test_codex_finds_the_model_properties_that_it_reads() -> None:
     with running_server([ServedModel("m", ScriptedEngine(), n_ctx=2048)]) as server:
         (known,) = httpx.get(
             server.url + "/v1/models?client_version=0.169.0", trust_env=False

@@ -76,7 +76,7 @@ def test_a_full_context_is_refused_with_the_counts(
     assert int(re.search(r"has (\d+) tokens", error["message"])[1]) > N_CTX
 
 
-def test_a_client_that_asked_is_answered_and_told(
+def test_a_client_that_requests_truncation_gets_an_answer_and_the_counts(
     http: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     refused = _ask(http, _days(40)).json()["error"]["message"]
@@ -93,7 +93,7 @@ def test_a_client_that_asked_is_answered_and_told(
     assert f"omitted {messages} messages, {tokens} tokens" in caplog.text
 
 
-def test_what_fits_is_left_alone(http: httpx.Client) -> None:
+def test_a_conversation_that_fits_is_not_compacted(http: httpx.Client) -> None:
     response = _ask(http, _days(3), truncation="auto")
     assert response.status_code == 200
     assert "x-localllm-compacted" not in response.headers
@@ -118,7 +118,7 @@ def test_the_prefix_holds_over_the_following_turns(http: httpx.Client) -> None:
     assert 1 <= moves <= 4
 
 
-def test_a_stream_says_it_in_the_header_or_in_a_comment(http: httpx.Client) -> None:
+def test_a_stream_reports_compaction_in_the_header_or_in_a_comment(http: httpx.Client) -> None:
     body = {"messages": _days(40), "max_tokens": 4, "stream": True, "truncation": "auto"}
     response = http.post(CHAT, json=body)
     comment = next(line for line in response.text.splitlines() if line.startswith(": compacted "))

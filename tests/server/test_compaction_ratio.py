@@ -83,7 +83,7 @@ def question(deck: int) -> dict[str, Any]:
     return {"role": "user", "content": f"How many rivets has deck {deck}?"}
 
 
-def test_old_tool_results_by_one_line_each() -> None:
+def test_replacing_old_tool_results_saves_tokens_and_keeps_recent_facts() -> None:
     engine = ScriptedEngine(Reader(), n_ctx=400_000)
     uses = {"type": "tool_uses", "value": 3}
     edits = {"edits": [{"type": "clear_tool_uses_20250919", "trigger": uses, "keep": uses}]}
@@ -107,7 +107,7 @@ def test_old_tool_results_by_one_line_each() -> None:
         assert said == (fact(i) if kept else f'left out: read_file {{"path": "deck{i}.log"}}')
 
 
-def test_a_summary_by_the_model() -> None:
+def test_a_summary_by_the_model_saves_tokens_and_keeps_facts() -> None:
     engine = ScriptedEngine(Reader(), n_ctx=400_000)
     tools = [{"type": "function", "name": "read_file", "parameters": PATH}]
     with (

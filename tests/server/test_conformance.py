@@ -46,7 +46,9 @@ def http(engine: ScriptedEngine):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.path}: {r.name}"[:90])
-def test_row(row: Row, http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_every_row_of_the_conformance_table_holds(
+    row: Row, http: httpx.Client, engine: ScriptedEngine
+) -> None:
     engine.script = row.script
     engine.requests.clear()
     data = row.body if isinstance(row.body, bytes) else json.dumps(row.body).encode()

@@ -167,7 +167,7 @@ def test_who_was_let_in_rests_longer_than_a_stranger() -> None:
         assert b" 200 " in _answered(known)
 
 
-def test_who_was_let_in_ends_too() -> None:
+def test_an_admitted_idle_connection_is_closed_too() -> None:
     with (
         running_server({"tiny": ScriptedEngine()}, idle_timeout_s=0.2) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=30) as s,
@@ -213,7 +213,7 @@ def test_a_known_one_that_rests_makes_room_and_busy_ones_do_not() -> None:
                 thread.join(20)
 
 
-def test_one_key_holds_a_part_of_the_connections() -> None:
+def test_one_key_may_hold_only_a_part_of_the_connections() -> None:
     """One key that may have one request opens streams of events that never end."""
     secrets = {name: f"secret-of-{name}-0123456789" for name in ("anna", "bob")}
     keys = tuple(NamedKey(n, digest_of(s.encode()), parallel=1) for n, s in secrets.items())
@@ -273,7 +273,7 @@ def test_a_body_at_the_least_rate_is_waited_for_and_a_slower_one_is_not() -> Non
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows bounds no sockets")
-def test_where_few_files_may_be_opened_so_few_connections_are_held() -> None:
+def test_a_low_limit_of_open_files_limits_the_connections() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "server.few_descriptors"],
         cwd=Path(__file__).parents[1],
@@ -292,7 +292,7 @@ def test_where_few_files_may_be_opened_so_few_connections_are_held() -> None:
         assert process.communicate()[1] == b""
 
 
-def test_the_limits_are_settings_and_none_of_them_can_be_nothing() -> None:
+def test_the_connection_limits_are_settings_and_cannot_be_zero() -> None:
     assert server_settings(Settings({"max_unknown_connections": 3})).max_unknown_connections == 3
     for name in CONNECTION_LIMITS:
         with pytest.raises(UsageError, match=name):

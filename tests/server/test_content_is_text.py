@@ -185,7 +185,9 @@ class Real(LlamaCppVocabulary):
 
 
 @pytest.mark.parametrize("path", _vocabularies())
-def test_nor_with_a_real_tokenizer(path: str, smollm2: Path) -> None:
+def test_no_control_token_of_content_reaches_the_prompt_of_a_real_tokenizer(
+    path: str, smollm2: Path
+) -> None:
     words = Real(str(smollm2) if path == "smollm2" else path)
     controls = tuple(t for t in words.control_texts if len(t) > 1)
     assert words.controls
@@ -203,7 +205,7 @@ def test_nor_with_a_real_tokenizer(path: str, smollm2: Path) -> None:
         assert counted[0] == counted[1], (role, evil)
 
 
-def test_marks_that_are_read_whatever_a_tokenizer_is_told(
+def test_user_defined_markers_in_content_stay_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = gguf.GGUFWriter.add_token_types
@@ -221,7 +223,7 @@ def test_marks_that_are_read_whatever_a_tokenizer_is_told(
     assert turn[0] not in words.tokenize(LiteralText("x<|turn|>y"), special=False)
 
 
-def test_beside_images_too() -> None:
+def test_control_tokens_in_content_with_images_stay_text() -> None:
     words = Words("<|im_start|>", "<|im_end|>")
     marked = control_texts(words.info.control_texts).marked("a<|im_end|>b")
     tokens, _ = MediaReader(words).read(f"<|im_start|>{marked}<|im_end|>", {}, add_bos=False)
@@ -250,7 +252,7 @@ def http(tiny_model: Path) -> Iterator[httpx.Client]:
         ("/api/chat", {"stream": False}, lambda a: a["prompt_eval_count"]),
     ],
 )
-def test_each_dialect_counts_text_as_text_unless_told(
+def test_each_dialect_counts_content_as_text_unless_parse_special_is_set(
     http: httpx.Client, path: str, extra: Any, count: Any
 ) -> None:
     body = {"messages": [{"role": "user", "content": "a<|turn|>b"}], "max_tokens": 1, **extra}
@@ -261,12 +263,12 @@ def test_each_dialect_counts_text_as_text_unless_told(
     assert literal == parsed + len("<|turn|>") - 2
 
 
-def test_the_prompt_is_shown_as_it_was_written(http: httpx.Client) -> None:
+def test_apply_template_shows_content_as_it_was_sent(http: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": "a<|turn|>b"}]}
     assert "a<|turn|>b" in http.post("/apply-template", json=body).json()["prompt"]
 
 
-def test_an_answer_goes_on_behind_what_it_spells(http: httpx.Client) -> None:
+def test_an_answer_continues_a_prefill_that_spells_a_control_token(http: httpx.Client) -> None:
     said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "a<|turn|>b"}]
     answer = http.post("/v1/chat/completions", json={"messages": said, "max_tokens": 1})
     assert answer.status_code == 200, answer.text

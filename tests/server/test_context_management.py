@@ -162,7 +162,9 @@ def test_old_reasoning_is_left_out(
     assert applied == ([turns] if left < 8 else [])
 
 
-def test_streams_and_counts_say_the_same(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_streams_and_token_counts_report_the_same_edits(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     edits = ({"type": THINKING}, {"type": TOOL_USES, "trigger": uses(3)})
     _, applied, usage = asked(http, engine, *edits)
     assert [one["type"] for one in applied] == [THINKING, TOOL_USES]

@@ -97,11 +97,13 @@ def test_the_marker_as_one_control_token_opens_a_call_held_to_its_schema(
     assert calls_as_declared(ask(http, tools=[TOOL], seed=1))
 
 
-def test_a_required_call_in_the_same_format(http: httpx.Client) -> None:
+def test_a_required_call_has_the_same_format(http: httpx.Client) -> None:
     assert calls_as_declared(ask(http, tools=[TOOL], tool_choice="required"))
 
 
-def test_an_answer_in_a_schema_or_a_call_behind_the_control_token(http: httpx.Client) -> None:
+def test_a_schema_answer_or_a_call_after_the_control_token_fits_its_schema(
+    http: httpx.Client,
+) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     form = {
         "type": "json_schema",

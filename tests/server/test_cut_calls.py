@@ -65,7 +65,7 @@ def choice(**body: Any) -> dict[str, Any]:
     return whole
 
 
-def test_a_whole_call_is_one() -> None:
+def test_a_complete_call_is_returned() -> None:
     got = choice()
     assert got["finish_reason"] == "tool_calls"
     assert json.loads(got["message"]["tool_calls"][0]["function"]["arguments"]) == {
@@ -74,13 +74,13 @@ def test_a_whole_call_is_one() -> None:
 
 
 @pytest.mark.parametrize("at", ["<tool_", "<function=wri", "return", "</param", "</funct"])
-def test_one_that_max_tokens_cut_is_none(at: str) -> None:
+def test_a_call_cut_by_max_tokens_is_not_returned(at: str) -> None:
     got = choice(max_tokens=CALL.index(at) + len(at))
     assert (got["finish_reason"], got["message"]["content"]) == ("length", "I write it.")
     assert not got["message"].get("tool_calls")
 
 
-def test_one_that_a_stop_text_cut_is_none() -> None:
+def test_a_call_cut_by_a_stop_text_is_not_returned() -> None:
     got = choice(stop=["return"])
     assert (got["finish_reason"], got["message"]["content"]) == ("stop", "I write it.")
     assert not got["message"].get("tool_calls")
@@ -121,9 +121,7 @@ def json_reply(path: str, stream: bool, held: bool = True, **body: Any) -> str:
 
 @pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize("at", ['"name": "wri', '"text": "int', "0; }"])
-def test_arguments_in_json_that_were_cut_are_no_call_where_a_reply_comes_whole(
-    path: str, at: str
-) -> None:
+def test_a_call_with_truncated_json_is_left_out_of_a_complete_reply(path: str, at: str) -> None:
     most = JSON_CALL.index(at) + len(at)
     limit = {"options": {"num_predict": most}} if "api" in path else {"max_tokens": most}
     reason, message = DIALECTS[path](json.loads(json_reply(path, False, **limit)))
@@ -142,7 +140,7 @@ def test_arguments_that_a_stop_text_cut_do_not_end_in_a_call() -> None:
     assert '"finish_reason":"tool_calls"' not in stream
 
 
-def test_a_stream_that_was_cut_says_so_and_its_arguments_are_no_json() -> None:
+def test_a_truncated_stream_ends_with_length_and_incomplete_arguments() -> None:
     most = JSON_CALL.index("return")
     stream = json_reply("/v1/chat/completions", True, max_tokens=most)
     chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
@@ -153,7 +151,7 @@ def test_a_stream_that_was_cut_says_so_and_its_arguments_are_no_json() -> None:
     assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
 
 
-def test_a_line_of_ollamas_stream_holds_no_half_call() -> None:
+def test_ollamas_stream_contains_no_partial_call() -> None:
     lines = json_reply(
         "/api/chat", True, options={"num_predict": JSON_CALL.index("return")}
     ).splitlines()
@@ -161,7 +159,7 @@ def test_a_line_of_ollamas_stream_holds_no_half_call() -> None:
     assert json.loads(lines[-1])["done_reason"] == "length"
 
 
-def test_in_no_notation_and_dialect_is_a_held_call_that_ends_open_a_fault_of_the_server() -> None:
+def test_a_truncated_constrained_call_is_not_an_internal_error_in_any_format() -> None:
     """A constrained call that is cut is not an internal error, in any format and dialect.
 
     The cut comes at any character, from the model's end, a limit or a stop, also with text that

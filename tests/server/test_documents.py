@@ -92,7 +92,7 @@ def test_a_pdf_is_its_text(door: str, http: httpx.Client, engine: ScriptedEngine
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_without_the_extra_it_is_said_what_to_install(
+def test_without_the_pdf_extra_the_error_names_what_to_install(
     door: str, http: httpx.Client, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "installed", lambda: False)
@@ -116,7 +116,7 @@ def test_without_the_extra_it_is_said_what_to_install(
         (b"no PDF at all", "application/pdf", "is neither"),
     ],
 )
-def test_what_is_neither_text_nor_pdf_is_refused_or_a_note(
+def test_a_document_that_is_neither_text_nor_pdf_is_refused_or_a_note(
     door: str, http: httpx.Client, engine: ScriptedEngine, data: bytes, kind: str, said: str
 ) -> None:
     if door == "responses, plain":
@@ -166,7 +166,7 @@ def test_a_later_turn_reads_no_pdf_again(
 
 
 @needs_pdf()
-def test_a_model_that_sees_gets_pages_without_text_as_pictures() -> None:
+def test_a_model_with_image_input_gets_pages_without_text_as_pictures() -> None:
     engine = ScriptedEngine(["yes"], vision=True)
     path, body = doors(pdf(["words", ""]), "application/pdf")["chat"]
     with running_server({"tiny": engine}) as running:

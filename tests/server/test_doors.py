@@ -120,7 +120,7 @@ def test_no_name_that_a_page_can_point_here_is_served_whatever_else_is_right(
 # --- origins and what browsers read ---------------------------------------------------------------
 
 
-def test_a_refusal_can_be_read_by_an_allowed_page_and_by_no_other(keyed: httpx.Client) -> None:
+def test_only_an_allowed_page_can_read_a_refusal(keyed: httpx.Client) -> None:
     page = {"Origin": "http://localhost:3000"}
     refusals = [
         keyed.get("/v1/models", headers=page),
@@ -216,7 +216,9 @@ def test_a_desktop_program_s_own_pages_are_let_in(plain: httpx.Client, origin: s
         "http://tauri.localhost.evil.example", "https://tauri.evil.example",
     ],
 )  # fmt: skip
-def test_pages_that_are_like_theirs_are_not(plain: httpx.Client, origin: str) -> None:
+def test_origins_similar_to_those_of_desktop_programs_are_refused(
+    plain: httpx.Client, origin: str
+) -> None:
     assert plain.post(CHAT, json=HI, headers={"Origin": origin}).status_code == 403
 
 
@@ -256,7 +258,9 @@ def test_a_foreign_page_can_not_even_ask_without_an_origin(plain: httpx.Client, 
         {"allowed_hosts": ("",)},
     ],
 )
-def test_what_can_not_be_allowed_says_why(wrong: dict[str, tuple[str, ...]]) -> None:
+def test_an_invalid_allowed_host_or_origin_is_refused_with_the_reason(
+    wrong: dict[str, tuple[str, ...]],
+) -> None:
     with pytest.raises(UsageError, match="--allow-"):
         ServerSettings(**wrong).secured()
 

@@ -60,5 +60,7 @@ def prompt(template: str, path: str, effort: str) -> str:
         (THREE + SWITCH, "none", "thinking=False"),
     ],
 )
-def test_a_level_reaches_the_template(path: str, template: str, effort: str, said: str) -> None:
+def test_an_effort_level_reaches_the_template(
+    path: str, template: str, effort: str, said: str
+) -> None:
     assert prompt(template, path, effort).endswith(said)

@@ -74,7 +74,7 @@ def test_the_openai_client_in_its_strict_mode(server: Running) -> None:
     assert [len(one.embedding) for one in found.data] == [8, 8]
 
 
-def test_the_openai_client_reads_them_both_ways(server: Running) -> None:
+def test_the_openai_client_reads_embeddings_as_base64_and_as_floats(server: Running) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         packed = client.embeddings.create(model="bert", input=["hello", "other"])  # in base64
         plain = client.embeddings.create(
@@ -87,7 +87,7 @@ def test_the_openai_client_reads_them_both_ways(server: Running) -> None:
     assert plain.usage.prompt_tokens == plain.usage.total_tokens == len("hello") + len("other") + 4
 
 
-def test_every_form_of_input(http: httpx.Client) -> None:
+def test_every_form_of_input_is_embedded(http: httpx.Client) -> None:
     tokens = [2, 10, 11, 3]
     one = post(http, input=tokens).json()
     several = post(http, input=[tokens, [2, 12, 3]]).json()
@@ -129,7 +129,7 @@ def test_dimensions_cut_and_make_length_one_again(http: httpx.Client) -> None:
         ({"input": "word " * CTX}, f"the model's limit is {CTX}"),
     ],
 )
-def test_what_can_not_be_honoured_is_a_400_with_the_reason(
+def test_an_unsupported_embedding_request_is_a_400_with_the_reason(
     http: httpx.Client, body: dict[str, Any], says: str
 ) -> None:
     reply = post(http, **body)
@@ -142,7 +142,7 @@ def test_unknown_fields_are_named(http: httpx.Client) -> None:
     assert reply.headers["x-localllm-ignored"] == "oddity"
 
 
-def test_a_chat_model_makes_none_and_says_which_does(http: httpx.Client) -> None:
+def test_a_chat_model_refuses_embeddings_and_names_an_embedding_model(http: httpx.Client) -> None:
     reply = http.post("/v1/embeddings", json={"model": "tiny-llama", "input": "x"})
     assert reply.status_code == 400
     assert "tiny-llama generates text" in reply.json()["error"]["message"]
@@ -166,7 +166,7 @@ def test_an_embedding_model_does_not_chat(http: httpx.Client) -> None:
     )
 
 
-def test_ollamas_three_ways(http: httpx.Client) -> None:
+def test_all_of_ollamas_embedding_requests_work(http: httpx.Client) -> None:
     whole = http.post("/api/embed", json={"model": "bert", "input": ["hello", "other"]}).json()
     assert len(whole["embeddings"]) == 2
     assert whole["prompt_eval_count"] == len("hello") + len("other") + 4
@@ -181,7 +181,7 @@ def test_ollamas_three_ways(http: httpx.Client) -> None:
     assert (refused.status_code, "limit" in refused.json()["error"]) == (400, True)
 
 
-def test_the_lists_say_what_it_is(http: httpx.Client) -> None:
+def test_the_lists_show_that_a_model_generates_embeddings(http: httpx.Client) -> None:
     http.post("/v1/embeddings", json={"input": "x"})
     listed = {m["id"]: m for m in http.get("/v1/models").json()["data"]}
     assert listed["bert"]["capabilities"] == ["embedding"]
@@ -208,7 +208,9 @@ def test_a_worker_that_dies_again_and_again_is_a_503_with_a_time(
     assert 1 <= int(replies[-1].headers["retry-after"]) <= 8
 
 
-def test_what_the_header_says_decides(bert: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_the_files_header_decides_that_a_model_generates_embeddings(
+    bert: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     load = load_plan_named(str(bert), Settings())
     assert load.embedding is not None
     assert load.needs_bytes > bert.stat().st_size

@@ -170,7 +170,7 @@ NESTED: list[tuple[str, dict[str, Any], str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("url", "body", "path", "values"), NESTED, ids=range(len(NESTED)))
-def test_enumerations_within_messages_and_tools(
+def test_unknown_values_in_messages_and_tools_are_named_or_refused(
     server: Running, url: str, body: dict[str, Any], path: str, values: list[str]
 ) -> None:
     sent = {"max_tokens": 4, **body} if url == MESSAGES else body

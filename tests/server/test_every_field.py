@@ -441,7 +441,7 @@ def test_an_unknown_kind_is_refused_with_the_known_or_named(http: httpx.Client, 
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_an_unknown_field_is_named_wherever_it_stands(http: httpx.Client, path: str) -> None:
+def test_an_unknown_field_is_named_at_any_depth(http: httpx.Client, path: str) -> None:
     for body in BODIES[path][1]:
         spots = {plain(place[:-1]): place[:-1] for place in leaves(body)}
         for spot, place in spots.items():
@@ -472,7 +472,7 @@ def test_the_bodies_have_every_nested_field() -> None:
         assert nested - tried - {*ChatFields.model_fields, *REFUSED} == set()
 
 
-def test_a_refusal_says_its_reason() -> None:
+def test_a_refusal_gives_its_reason() -> None:
     for kind, _ in BODIES.values():
         for fate in shape_of(kind).values():
             assert not isinstance(fate, Refused) or len(fate.reason) > 10

@@ -86,7 +86,7 @@ def model(http: httpx.Client, request: pytest.FixtureRequest) -> Model:
     return Model(http, request.param)
 
 
-def test_what_makes_heat_greedy_again(model: Model) -> None:
+def test_some_sampling_fields_make_a_high_temperature_greedy(model: Model) -> None:
     greedy, hot = model.answer(), model.answer(**HOT)
     assert hot.text != greedy.text
     assert model.answer(**HOT).text == hot.text
@@ -104,7 +104,7 @@ def test_what_makes_heat_greedy_again(model: Model) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_keeps_it_from_repeating(model: Model, fields: dict[str, Any]) -> None:
+def test_penalty_fields_reduce_repetition(model: Model, fields: dict[str, Any]) -> None:
     loop = {"logit_bias": {str(model.token(" two")): 12, str(model.token(" one")): 12}}
     plain = model.answer(**loop, max_tokens=30)
     kept = model.answer(**loop, max_tokens=30, **fields)
@@ -114,7 +114,7 @@ def test_what_keeps_it_from_repeating(model: Model, fields: dict[str, Any]) -> N
     ) < plain.text.count("two two")
 
 
-def test_xtc_leaves_out_what_is_likeliest(model: Model) -> None:
+def test_xtc_leaves_out_the_likeliest_tokens(model: Model) -> None:
     cool = {"temperature": 0.05}
     assert (
         model.answer(**cool, xtc_probability=1, xtc_threshold=0.01).text
@@ -125,12 +125,12 @@ def test_xtc_leaves_out_what_is_likeliest(model: Model) -> None:
     )
 
 
-def test_a_bias_is_what_it_says(model: Model) -> None:
+def test_a_large_logit_bias_forces_its_token(model: Model) -> None:
     only = {"logit_bias": {str(model.token(" two")): 100}}
     assert model.answer(**only).text.split() == ["two"] * TOKENS
 
 
-def test_what_ends_an_answer(model: Model) -> None:
+def test_stop_fields_and_limits_end_an_answer(model: Model) -> None:
     token = model.token(" two")
     only = {"logit_bias": {str(token): 100}}
     assert model.answer(**only, stop=["two two two"]).tokens <= 4
@@ -148,7 +148,7 @@ def test_what_ends_an_answer(model: Model) -> None:
     assert model.answer(**end, ignore_eos=True).tokens == TOKENS
 
 
-def test_a_form_is_kept(model: Model) -> None:
+def test_a_grammar_or_schema_is_enforced(model: Model) -> None:
     assert model.answer(grammar='root ::= "xyz" [0-9]').text[:3] == "xyz"
     schema = {
         "type": "object",
@@ -159,7 +159,7 @@ def test_a_form_is_kept(model: Model) -> None:
     assert "".join(model.answer(json_schema=schema, max_tokens=40).text.split()) == '{"a":"q"}'
 
 
-def test_a_prompt_is_read_anew_on_request(model: Model) -> None:
+def test_a_prompt_is_prefilled_again_on_request(model: Model) -> None:
     model.answer()
     assert model.answer().cached > 0
     assert model.answer(cache_prompt=False).cached == 0

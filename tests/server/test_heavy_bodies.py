@@ -220,7 +220,7 @@ def test_a_body_is_unpacked_and_read_for_those_with_a_key_alone(server: Running)
     assert r.status_code == 401
 
 
-def test_a_long_text_is_read_whole_whatever_stands_where_it_is_cut() -> None:
+def test_a_long_text_is_parsed_correctly_with_any_characters_at_its_cuts() -> None:
     for text in ("\U0001f600", "\\n", '"', '\\\\"', "é\U0001f600\x01", "\ud800"):
         for shift in range(7):
             value = {"x": "a" * shift + text * 60_000 + "b" * 300_000, "y": 1}
@@ -336,7 +336,7 @@ def test_the_beginning_of_a_prompt_shows_that_it_is_far_too_long(
         assert not engine.requests
 
 
-def test_bodies_that_come_have_a_common_bound_and_small_ones_are_not_kept_out() -> None:
+def test_incoming_bodies_share_a_memory_limit_and_small_ones_are_still_accepted() -> None:
     large = _chat("word " * 100_000)
     head = (
         f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer "

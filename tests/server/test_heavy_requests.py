@@ -135,7 +135,9 @@ def _cases() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("name", "k"), list(_cases()))
-def test_it_takes_little_and_ends(client: httpx.Client, name: str, k: int) -> None:
+def test_a_heavy_request_takes_limited_memory_and_ends(
+    client: httpx.Client, name: str, k: int
+) -> None:
     kind, watched = KINDS[name], Watched()
     body = {**kind.make(2**k), "model": "eyes" if kind.sees else "text"}
     content = httpx.Request("POST", "http://x", json=body).content

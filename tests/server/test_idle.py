@@ -72,7 +72,7 @@ def test_an_idle_model_is_closed_and_comes_back() -> None:
     asyncio.run(main())
 
 
-def test_a_model_may_have_a_time_of_its_own() -> None:
+def test_a_model_may_have_its_own_idle_time() -> None:
     async def main() -> None:
         kept, brief = Host(), Host()
         workers = [
@@ -93,7 +93,7 @@ def test_a_model_may_have_a_time_of_its_own() -> None:
     asyncio.run(main())
 
 
-def test_a_model_in_use_is_never_closed_and_short_memory_hurries_the_others() -> None:
+def test_a_model_in_use_is_not_unloaded_and_idle_ones_are_sooner_if_memory_is_short() -> None:
     async def main() -> None:
         busy, idle = Host(), Host()
         models = [ServedModel("busy", busy), ServedModel("idle", idle)]

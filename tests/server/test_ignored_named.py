@@ -41,7 +41,7 @@ def http() -> Iterator[httpx.Client]:
         ("/api/show", {"model": "tiny"}),
     ],
 )
-def test_a_field_nobody_knows_is_named(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def test_an_unknown_field_is_named(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
     named = http.post(path, json={**body, "an_editors_own": 1})
     assert (named.status_code, named.headers.get("x-localllm-ignored")) == (
         200,
@@ -57,7 +57,7 @@ def test_the_tokens_of_a_response_name_the_tools_that_are_left_out(http: httpx.C
     assert (reply.status_code, reply.headers["x-localllm-ignored"]) == (200, "tools.web_search")
 
 
-def test_a_template_is_applied_to_all_that_a_chat_would_be(http: httpx.Client) -> None:
+def test_apply_template_renders_the_same_prompt_as_a_chat(http: httpx.Client) -> None:
     """/apply-template renders the same prompt as /v1/chat/completions, including tools.
 
     Earlier it dropped the tools without a note.

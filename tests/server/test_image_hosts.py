@@ -204,7 +204,7 @@ def test_llama_cpp_s_form_has_no_addresses(http: httpx.Client, web: Web) -> None
     assert web.asked == []
 
 
-def test_a_later_turn_asks_for_nothing_again_and_has_the_same_image(
+def test_a_later_turn_uses_the_same_image_without_fetching_it_again(
     http: httpx.Client, web: Web, engine: ScriptedEngine
 ) -> None:
     first = chat(web.url("/b.jpg"))
@@ -255,12 +255,12 @@ def test_what_does_not_come_says_why(http: httpx.Client, web: Web, path: str, sa
     assert "/a.jpg" not in web.asked
 
 
-def test_a_host_may_send_on_to_itself(http: httpx.Client, web: Web) -> None:
+def test_a_host_may_redirect_to_itself(http: httpx.Client, web: Web) -> None:
     assert http.post(CHAT, json=chat(web.url("/inside"))).status_code == 200
     assert web.asked == ["/inside", "/a.jpg"]
 
 
-def test_the_way_is_https_and_its_certificate_counts(
+def test_images_are_fetched_only_over_https_with_a_valid_certificate(
     http: httpx.Client, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reply = http.post(CHAT, json=chat(f"http://localhost:{web.port}/a.jpg"))
@@ -305,7 +305,9 @@ def test_a_name_that_leads_inside_is_refused(
     assert web.asked == []
 
 
-def test_a_host_that_says_nothing_is_left(web: Web, engine: ScriptedEngine) -> None:
+def test_a_host_that_does_not_answer_causes_an_error_after_the_time_limit(
+    web: Web, engine: ScriptedEngine
+) -> None:
     with running_server({"tiny": engine}, image_hosts=(("127.0.0.1", web.port),)) as running:
         running.app.state.server.images.time_limit_s = 0.2
         reply = httpx.post(
@@ -331,7 +333,7 @@ def test_what_one_request_may_fetch_is_bounded(web: Web, engine: ScriptedEngine)
     assert len(web.asked) == 2
 
 
-def test_a_model_that_does_not_see_fetches_nothing(web: Web) -> None:
+def test_no_image_is_fetched_for_a_model_without_image_input(web: Web) -> None:
     with running_server(
         {"tiny": ScriptedEngine()}, image_hosts=(("localhost", web.port),)
     ) as running:

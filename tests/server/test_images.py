@@ -85,7 +85,7 @@ def tokens(http: httpx.Client, *parts: Any) -> int:
 TEXT = {"type": "text", "text": "what is it?"}
 
 
-def test_openai_s_client(server: Running) -> None:
+def test_openais_client_sends_images(server: Running) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         parts: Any = [TEXT, image(WIDE)]
         messages: Any = [{"role": "user", "content": parts}]
@@ -109,7 +109,7 @@ def test_openai_s_client(server: Running) -> None:
         assert answer.usage.input_tokens == plain.usage.prompt_tokens
 
 
-def test_anthropic_s_client_also_in_a_tool_s_result(server: Running) -> None:
+def test_anthropics_client_sends_images_in_tool_results_too(server: Running) -> None:
     block: Any = {
         "type": "image",
         "source": {"type": "base64", "media_type": "image/png", "data": WIDE},
@@ -136,7 +136,9 @@ def test_anthropic_s_client_also_in_a_tool_s_result(server: Running) -> None:
         assert client.messages.create(model="tiny", max_tokens=4, messages=asked + shot[1:]).content
 
 
-def test_ollama_s_client_and_llama_cpp_s_form(server: Running, http: httpx.Client) -> None:
+def test_images_are_accepted_from_ollamas_client_and_in_llama_cpps_form(
+    server: Running, http: httpx.Client
+) -> None:
     client = ollama.Client(host=server.url)
     said = client.chat(model="tiny",
         messages=[{"role": "user", "content": "what is it?", "images": [WIDE]}],
@@ -209,7 +211,7 @@ def test_a_second_turn_encodes_nothing_and_takes_the_image_from_the_cache(
     )
 
 
-def test_what_can_t_be_read_is_a_clear_400(http: httpx.Client) -> None:
+def test_an_unreadable_image_is_a_400_with_the_reason(http: httpx.Client) -> None:
     svg = b64(b"<svg xmlns='http://www.w3.org/2000/svg'/>")
     for sent, said in (
         ({"url": "https://example.org/x.png"}, "does not download"),
@@ -226,7 +228,7 @@ def test_what_can_t_be_read_is_a_clear_400(http: httpx.Client) -> None:
     assert tokens(http, TEXT) < 60
 
 
-def test_detail_is_named_and_marks_in_text_stay_text(http: httpx.Client) -> None:
+def test_the_detail_field_is_named_and_image_markers_in_text_stay_text(http: httpx.Client) -> None:
     reply = chat(http, TEXT, image(SMALL, detail="low"))
     assert reply.headers["x-localllm-ignored"] == "messages.content.image_url.detail"
     assert "x-localllm-ignored" not in chat(http, TEXT, image(SMALL, detail="auto")).headers
@@ -235,7 +237,7 @@ def test_detail_is_named_and_marks_in_text_stay_text(http: httpx.Client) -> None
     )
 
 
-def test_more_than_fits_is_said_with_the_counts(http: httpx.Client) -> None:
+def test_images_beyond_the_context_are_refused_with_the_counts(http: httpx.Client) -> None:
     large = b64(png(1400, 1400, 4, "JPEG"))
     reply = chat(http, TEXT, *[image(large)] * 4)
     assert reply.status_code == 400
@@ -262,7 +264,7 @@ def test_a_grammar_tools_and_many_images_go_together(http: httpx.Client) -> None
     assert forced.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "look"
 
 
-def test_transparency_orientation_and_odd_sizes(http: httpx.Client) -> None:
+def test_images_with_transparency_orientation_or_odd_sizes_are_read(http: httpx.Client) -> None:
     from PIL import Image
 
     def saved(picture: Image.Image, kind: str, **more: Any) -> str:

@@ -93,7 +93,9 @@ def objects(url: str, name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("other", ["bob", "", "root", "carl"])
-def test_no_route_knows_what_another_key_has_stored(url: str, server: Running, other: str) -> None:
+def test_no_route_returns_objects_stored_by_another_key(
+    url: str, server: Running, other: str
+) -> None:
     """No route returns an object that another key has stored.
 
     The routes come from the OpenAPI document, so new routes are included.
@@ -169,7 +171,7 @@ def test_keep_alive_of_others_is_named_as_ignored() -> None:
                 )
 
 
-def test_counters_of_all_are_for_admins(server: Running) -> None:
+def test_counters_of_all_keys_are_visible_only_to_admins(server: Running) -> None:
     pages = {}
     for name in ("anna", "root", ""):
         with as_(server.url, name) as http:
@@ -182,7 +184,7 @@ def test_counters_of_all_are_for_admins(server: Running) -> None:
         assert "localllm_http_requests_total" in pages[name]
 
 
-def test_nobody_speaks_for_another(server: Running) -> None:
+def test_only_an_admin_key_may_name_another_user(server: Running) -> None:
     """The header by which a front names the user of a request requires an admin's key."""
     forged = {"x-localllm-for": f"{'0' * 32} - 1"}
     with as_(server.url, "anna") as http:
@@ -192,7 +194,7 @@ def test_nobody_speaks_for_another(server: Running) -> None:
         assert http.get("/v1/models", headers={"x-localllm-for": "anna"}).status_code == 403
 
 
-def test_reasoning_is_put_back_for_who_has_it() -> None:
+def test_reasoning_is_restored_only_for_the_key_that_received_it() -> None:
     """One key's reasoning is never part of another key's prompt."""
     template = (
         "{% for m in messages %}{{ m.role }}:{% if m.reasoning_content %}<think>{{ "
@@ -251,7 +253,7 @@ def rules(who: str) -> str:
     )
 
 
-def test_a_guessed_prefix_looks_like_a_fresh_one(real: Running) -> None:
+def test_a_guessed_prefix_of_another_key_is_prefilled_like_a_new_one(real: Running) -> None:
     usage(real.url, "anna", rules("Her PIN is 31415926. Anna"))
     own = usage(real.url, "anna", rules("Her PIN is 31415926. Anna"))
     assert own["cached"] > 80
@@ -267,7 +269,7 @@ def test_a_guessed_prefix_looks_like_a_fresh_one(real: Running) -> None:
         assert right["cached"] < wrong["cached"] < 40, name
 
 
-def test_a_group_shares_and_a_salt_parts(real: Running) -> None:
+def test_a_group_shares_its_cache_and_a_salt_separates_it(real: Running) -> None:
     usage(real.url, "carl", rules("The team"))
     assert usage(real.url, "dora", rules("The team"))["cached"] > 80
     assert usage(real.url, "dora", rules("The team"), cache_salt="mine")["cached"] == 0
@@ -276,7 +278,7 @@ def test_a_group_shares_and_a_salt_parts(real: Running) -> None:
     assert usage(real.url, "bob", rules("The team"), cache_salt="mine")["cached"] == 0
 
 
-def test_slots_tell_only_of_ones_own(real: Running) -> None:
+def test_slots_show_details_only_of_the_keys_own_requests(real: Running) -> None:
     body = {
         "model": "smollm2",
         "prompt": "Once upon a time",
@@ -298,7 +300,9 @@ def test_slots_tell_only_of_ones_own(real: Running) -> None:
 @pytest.mark.parametrize(
     "shape", [{}, {"states": True, "rewind": "none"}, {"segments": False, "rewind": "none"}]
 )
-def test_no_tier_and_no_neighbour_is_shared(shape: dict[str, Any], tmp_path: Path) -> None:
+def test_kv_is_not_shared_between_keys_in_any_tier_or_running_request(
+    shape: dict[str, Any], tmp_path: Path
+) -> None:
     """KV is not shared between keys in memory, on disk, in the context, between running requests or
     after a restart. The test counts cached tokens in the engine itself."""
     prompt = "x" * 40 + "y" * 200
@@ -319,7 +323,7 @@ def test_no_tier_and_no_neighbour_is_shared(shape: dict[str, Any], tmp_path: Pat
     assert all(n > 100 for n in first), "nothing came back from disk"
 
 
-def test_lines_of_two_salts_have_nothing_in_common() -> None:
+def test_token_sequences_with_two_salts_have_no_common_prefix() -> None:
     line = list(range(50))
     one, other, none = salted(line, "a"), salted(line, "b"), salted(line, "")
     assert none.tolist() == line
@@ -358,7 +362,7 @@ class Counting(ScriptedEngine):
         return await super().tokenize(text, **options)
 
 
-def test_how_long_a_message_is_counted_tells_nothing_of_anothers() -> None:
+def test_counting_time_does_not_reveal_messages_of_another_key() -> None:
     """Tokens are counted again for each key, even if another key's request has counted them
     before."""
     engine = Counting()

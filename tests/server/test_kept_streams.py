@@ -85,7 +85,7 @@ def rest(http: httpx.Client, path: str, **headers: str) -> list[tuple[int, str]]
 
 
 @pytest.mark.parametrize("path", list(BODIES))
-def test_a_client_that_comes_back_gets_every_event_once(
+def test_a_client_that_reconnects_gets_every_event_once(
     half: Halfway, http: httpx.Client, path: str
 ) -> None:
     before = first(http, path, 3)
@@ -100,7 +100,7 @@ def test_a_client_that_comes_back_gets_every_event_once(
     assert half.engine.cancelled == []
 
 
-def test_it_goes_on_while_nobody_listens(half: Halfway, http: httpx.Client) -> None:
+def test_a_stream_continues_without_a_reader(half: Halfway, http: httpx.Client) -> None:
     first(http, CHAT, 2)
     half.gate.open()
     until(lambda: half.engine.running == 0)
@@ -112,7 +112,9 @@ def test_it_goes_on_while_nobody_listens(half: Halfway, http: httpx.Client) -> N
     assert "".join(texts) == "Hello world"
 
 
-def test_without_the_key_leaving_ends_it_at_once(half: Halfway, http: httpx.Client) -> None:
+def test_without_an_idempotency_key_a_disconnect_ends_the_stream_at_once(
+    half: Halfway, http: httpx.Client
+) -> None:
     with http.stream("POST", CHAT, json=BODIES[CHAT]) as r:
         found = events(r.iter_lines(), 2)
     assert [number for number, _ in found] == [-1, -1]
@@ -177,7 +179,7 @@ def test_two_clients_may_read_one_stream(half: Halfway, http: httpx.Client) -> N
         assert begun + events(lines) == whole
 
 
-def test_nobody_waits_longer_than_it_is_kept() -> None:
+def test_a_stream_without_a_reader_ends_after_its_retention_time() -> None:
     half = Halfway()
     with (
         running_server({"m": half.engine}, kept_stream_s=0.05) as server,
@@ -189,7 +191,7 @@ def test_nobody_waits_longer_than_it_is_kept() -> None:
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "stream_gone")
 
 
-def test_streams_are_their_keys_own_and_as_many_run_on_as_it_may_have_requests() -> None:
+def test_a_key_has_separate_streams_and_as_many_unread_ones_as_parallel_requests() -> None:
     half = Halfway()
     secrets = {name: f"secret-of-{name}-0123456789" for name in ("anna", "bert")}
     keys = tuple(NamedKey(n, digest_of(s.encode()), parallel=1) for n, s in secrets.items())
@@ -228,7 +230,7 @@ def two_keys(engine: ScriptedEngine) -> Iterator[tuple[httpx.Client, dict[str, A
         yield http, {n: {"authorization": f"Bearer {s}"} for n, s in secrets.items()}
 
 
-def test_many_streams_of_one_key_end_none_of_another() -> None:
+def test_many_streams_of_one_key_end_no_stream_of_another() -> None:
     half = Halfway()
     with two_keys(half.engine) as (http, who):
         before = first(http, CHAT, 2, **who["anna"])
@@ -243,7 +245,7 @@ def test_many_streams_of_one_key_end_none_of_another() -> None:
         assert half.engine.cancelled == []
 
 
-def test_who_joins_a_stream_that_is_not_here_gets_no_other_answer(
+def test_resuming_an_unknown_stream_is_a_404_and_starts_no_request(
     half: Halfway, http: httpx.Client
 ) -> None:
     for path in BODIES:
@@ -269,7 +271,7 @@ def test_few_streams_run_on_without_a_reader(half: Halfway, http: httpx.Client) 
         assert half.engine.running >= 8
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_the_stored_events_of_streams_are_limited() -> None:
     # JSON writes this character with six characters.
     long = ScriptedEngine(lambda _: ["\x01" * 350] * 1500 + ["end"], n_ctx=2**23)
     with (

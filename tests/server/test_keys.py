@@ -72,7 +72,7 @@ def test_named_keys_are_let_in_and_no_others(server: Running) -> None:
     assert anna.status_code == 200
 
 
-def test_the_engine_knows_whose_request_it_is(server: Running, engine: ScriptedEngine) -> None:
+def test_the_engine_receives_the_name_of_the_key(server: Running, engine: ScriptedEngine) -> None:
     for text, name in ((ANNA, "anna"), (BOB, "bob"), (OWNER, "")):
         with as_(server, text) as http:
             http.post("/v1/chat/completions", json=CHAT)
@@ -82,7 +82,9 @@ def test_the_engine_knows_whose_request_it_is(server: Running, engine: ScriptedE
         assert engine.requests[-1].generation.tenant == name
 
 
-def test_parallel_and_per_minute(server: Running, engine: ScriptedEngine) -> None:
+def test_a_keys_limits_of_parallel_requests_and_requests_per_minute_apply(
+    server: Running, engine: ScriptedEngine
+) -> None:
     gate = Gate()
     engine.script = ("first", gate, "last")
     with (
@@ -174,7 +176,7 @@ def rows(http: httpx.Client) -> dict[str, dict[str, str]]:
     return {r["key"]: r for r in csv.DictReader(io.StringIO(http.get("/usage.csv").text))}
 
 
-def test_usage_is_counted_and_seen_by_its_owner(
+def test_a_keys_usage_is_counted_and_visible_to_that_key(
     server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "localllm")
@@ -195,7 +197,7 @@ def test_usage_is_counted_and_seen_by_its_owner(
     assert ANNA not in caplog.text + metrics
 
 
-def test_a_bucket_fills_evenly_and_owes_what_was_overdrawn() -> None:
+def test_a_token_bucket_refills_evenly_and_waits_longer_after_an_overdraft() -> None:
     now = [0.0]
     bucket = TokenBucket(60, lambda: now[0])
     assert bucket.wait_s(1) == 0
@@ -266,7 +268,7 @@ def test_keys_come_as_a_hash_a_variable_or_a_file(
         ("keys = 3", "one table per key"),
     ],
 )
-def test_a_wrong_table_says_what_is_wrong(
+def test_an_invalid_table_of_keys_is_an_error_with_the_reason(
     text: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHORT", "abc")
@@ -320,7 +322,7 @@ def test_upstreams_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("upstream = 3", "as a table"),
     ],
 )
-def test_a_wrong_upstream_says_what_is_wrong(
+def test_an_invalid_upstream_is_an_error_with_the_reason(
     text: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LAB_KEY", "secret")

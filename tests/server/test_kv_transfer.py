@@ -163,7 +163,7 @@ def here(few_layers: Path, relay: Relay) -> Iterator[Running]:
 # --- prefill there, decode here -------------------------------------------------------------------
 
 
-def test_prompts_are_read_there_and_the_text_is_the_same(
+def test_prompts_prefilled_on_another_server_give_the_same_text(
     here: Running, alone: Running, sender: Running
 ) -> None:
     # Twenty lengths of a partial last block after 5 to 9 full ones, and a prompt of 36 blocks.
@@ -195,13 +195,13 @@ def test_only_the_part_that_is_not_cached_here_is_fetched(here: Running, alone: 
     assert fetched == len(longer) - 1 - cached
 
 
-def test_a_short_prompt_stays_here(here: Running) -> None:
+def test_a_short_prompt_is_prefilled_locally(here: Running) -> None:
     before = metric(here, "kv_fetched_tokens_total")
     assert "read by" not in ask(here, words(60, BLOCK_TOKENS)).headers["x-localllm-cache"]
     assert metric(here, "kv_fetched_tokens_total") == before
 
 
-def test_a_prompt_without_cache_stays_here(here: Running) -> None:
+def test_a_prompt_without_cache_is_prefilled_locally(here: Running) -> None:
     answer = ask(here, words(61), cache_prompt=False)
     assert "read by" not in answer.headers["x-localllm-cache"]
 
@@ -235,7 +235,7 @@ def test_streams_and_transfers_at_the_same_time(here: Running, alone: Running) -
         ("stall", 700_000, "late"),
     ],
 )
-def test_an_answer_is_complete_whatever_the_link_does(
+def test_an_answer_is_complete_after_any_fault_of_the_link(
     fault: str, after_bytes: int, reason: str, few_layers: Path, healthy: Relay, alone: Running
 ) -> None:
     patience_s = SHORT_PATIENCE_S if fault == "stall" else PATIENCE_S
@@ -276,7 +276,7 @@ def test_a_cut_link_is_resumed_at_the_first_missing_block(
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_engine_of_the_other_server_dies_or_stops(
+def test_an_answer_is_complete_if_the_other_servers_engine_dies_or_stops(
     kill: signal.Signals, few_layers: Path, alone: Running
 ) -> None:
     supervisor = worker(few_layers)
@@ -385,7 +385,9 @@ def test_blocks_come_in_order_and_are_named_by_their_tokens(
     assert [bytes(f.body) for f in later if f.kind == BLOCK] == [bytes(blocks[10].body)]
 
 
-def test_requests_that_may_not_be_answered(sender: Running, identity: dict[str, str]) -> None:
+def test_invalid_or_unauthorised_kv_requests_are_refused(
+    sender: Running, identity: dict[str, str]
+) -> None:
     good: dict[str, Any] = {"tokens": words(610, 100), "identity": identity}
     other = {**identity, "layout": "another"}
     cases: list[tuple[str | None, dict[str, Any], int]] = [
@@ -434,7 +436,9 @@ def test_nothing_shows_that_another_key_has_cached_a_prompt(
     assert cached(MAC, "another user of that server") == {"cached": 0}
 
 
-def test_a_reader_that_leaves_ends_the_request(sender: Running, identity: dict[str, str]) -> None:
+def test_a_client_that_disconnects_ends_the_request(
+    sender: Running, identity: dict[str, str]
+) -> None:
     body = {"tokens": words(630, 1800), "identity": identity}
     headers = {"authorization": f"Bearer {MAC}"}
     url = sender.url + "/v1/kv"
@@ -460,7 +464,7 @@ def reader_of(server: Running, prompt: list[int], identity: dict[str, str]) -> s
     return reader
 
 
-def test_a_reader_that_takes_nothing_ends_the_request(
+def test_a_client_that_reads_no_data_ends_the_request(
     few_layers: Path, identity: dict[str, str]
 ) -> None:
     # 8 MB of KV, more than the buffers of both sockets hold.

@@ -106,7 +106,9 @@ def check(n_faults: int, path: Path) -> dict[str, float]:
 @pytest.mark.parametrize(
     "n_faults", [6, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
 )
-def test_random_faults(n_faults: int, tiny_model: Path) -> None:
+def test_answers_are_correct_after_random_faults_of_a_transfer(
+    n_faults: int, tiny_model: Path
+) -> None:
     found = check(n_faults, tiny_model)
     assert set(found) <= {"cut", "late", "damaged", "refused", "unreachable"}
     assert n_faults < 100 or len(found) > 2

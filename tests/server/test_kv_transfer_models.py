@@ -148,7 +148,7 @@ def mlx_that_sees(folder: Path) -> tuple[Path, Path]:
         pytest.param(mlx_that_sees, id="mlx", marks=[pytest.mark.mlx, needs_mlx_vlm()]),
     ],
 )
-def test_a_prompt_with_an_image_stays_here_and_one_of_text_is_transferred(
+def test_only_prompts_without_images_are_transferred(
     write: Callable[[Path], tuple[Path, Path]], tmp_path: Path
 ) -> None:
     """A prompt with an image is prefilled locally; a prompt of text is transferred.

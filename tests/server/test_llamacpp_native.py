@@ -129,7 +129,7 @@ def test_a_prompt_that_is_too_long_names_both_counts() -> None:
 
 
 @pytest.mark.parametrize("schema", [123, {"type": 123}, {"type": "hiccup"}])
-def test_a_schema_that_is_none_is_refused(server: Running, schema: Any) -> None:
+def test_an_invalid_schema_is_refused(server: Running, schema: Any) -> None:
     form = {"type": "json_object", "schema": schema}
     for limit in ({}, {"max_tokens": 0}):
         body = {"messages": USER, "response_format": form, **limit}
@@ -138,7 +138,7 @@ def test_a_schema_that_is_none_is_refused(server: Running, schema: Any) -> None:
         assert reply.json()["error"]["param"] == "response_format"
 
 
-def test_many_probabilities_need_a_short_answer() -> None:
+def test_many_probabilities_are_allowed_only_for_a_short_answer() -> None:
     engine = ScriptedEngine(n_vocab=500)
     with running_server({"m": engine}) as running:
         many = {"prompt": "x", "n_probs": 1_000_000}
@@ -207,7 +207,7 @@ def test_inputs_of_embeddings_may_be_mixed(embedder: Running, sent: Any, n: int)
     assert native[0]["embedding"][0] == reply.json()["data"][0]["embedding"]
 
 
-def test_parts_are_one_text(embedder: Running) -> None:
+def test_text_parts_are_embedded_as_one_text(embedder: Running) -> None:
     parts = {"content": [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]}
     data = post(embedder.url + "/v1/embeddings", {"input": ["hello world", parts]}).json()["data"]
     assert data[0]["embedding"] == data[1]["embedding"]

@@ -54,7 +54,7 @@ def scripted() -> Iterator[tuple[ScriptedEngine, httpx.Client]]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_they_spell_the_answer(
+def test_the_tokens_of_logprobs_spell_the_answer(
     scripted: tuple[ScriptedEngine, httpx.Client], name: str, size: int
 ) -> None:
     engine, http = scripted
@@ -76,7 +76,7 @@ def test_they_spell_the_answer(
     assert [e for part in streamed for e in part] == entries
 
 
-def test_responses_have_them_on_request() -> None:
+def test_responses_have_logprobs_on_request() -> None:
     with (
         running_server({"m": ScriptedEngine(["Hel", "lo."])}) as server,
         httpx.Client(base_url=server.url, trust_env=False) as http,
@@ -98,7 +98,7 @@ def test_responses_have_them_on_request() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_offsets_go_on_from_chunk_to_chunk(n: int) -> None:
+def test_text_offsets_continue_from_chunk_to_chunk(n: int) -> None:
     with (
         running_server({"m": ScriptedEngine(["ab", "cde", "f"])}) as server,
         httpx.Client(base_url=server.url, trust_env=False) as http,
@@ -117,7 +117,7 @@ def test_offsets_go_on_from_chunk_to_chunk(n: int) -> None:
     assert found == whole
 
 
-def test_a_fill_in_ends_with_a_choice_and_its_usage() -> None:
+def test_a_fill_in_stream_ends_with_a_choice_and_its_usage() -> None:
     engine = ScriptedEngine(["x"], fim_tokens={"pre": 200, "suf": 201, "mid": 202})
     with running_server({"m": engine}) as server:
         body = {"prompt": "a", "suffix": "b", "stream": True, "n": 2}
@@ -203,7 +203,7 @@ def test_bytes_are_the_tokens_own_and_offsets_point_into_the_text(
     assert spelled.decode("utf-8", "replace") == answer["content"]
 
 
-def test_tokens_of_a_stop_that_is_left_out_have_none(http: httpx.Client) -> None:
+def test_tokens_of_an_omitted_stop_text_have_no_logprobs(http: httpx.Client) -> None:
     body = {"prompt": "One two three four", "temperature": 0, "max_tokens": 24, "logprobs": 0}
     free = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     rng = random.Random(7)
@@ -260,14 +260,14 @@ def test_tokens_of_a_stop_that_is_left_out_have_none(http: httpx.Client) -> None
         ),
     ],
 )
-def test_no_tokens_asked_for_are_none(
+def test_a_limit_of_zero_tokens_generates_none(
     http: httpx.Client, path: str, body: dict[str, Any], used: Any
 ) -> None:
     answer = http.post(path, json=body)
     assert (answer.status_code, used(answer.json())) == (200, 0), answer.text
 
 
-def test_pieces_are_bytes_where_they_are_no_text(http: httpx.Client) -> None:
+def test_token_pieces_that_are_not_text_are_returned_as_bytes(http: httpx.Client) -> None:
     pieces = http.post("/tokenize", json={"content": _PROMPT, "with_pieces": True}).json()["tokens"]
     assert any(isinstance(p["piece"], list) for p in pieces)
     data = b"".join(

@@ -131,7 +131,7 @@ def test_slots_tell_what_runs_and_what_waits_and_no_word_of_it(http: httpx.Clien
     )
 
 
-def test_props_of_any_model_and_none_is_loaded_for_it(http: httpx.Client) -> None:
+def test_props_describe_any_model_without_loading_it(http: httpx.Client) -> None:
     http.post("/models/unload", json={"model": "tiny"})
     props = http.get("/props", params={"model": "tiny"}).json()
     assert props["default_generation_settings"]["n_ctx"] == 2048

@@ -37,7 +37,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
     return state
 
 
-def test_memory_is_short_where_the_guard_would_act(machine: dict[str, int | None]) -> None:
+def test_memory_is_short_if_the_memory_guard_would_act(machine: dict[str, int | None]) -> None:
     headroom = headroom_bytes(16 * GB)
     for available, short in (
         (12 * GB, False),
@@ -49,7 +49,7 @@ def test_memory_is_short_where_the_guard_would_act(machine: dict[str, int | None
         assert memory_is_short() is short
 
 
-def test_a_context_nobody_chose_is_lowered_to_what_is_free_now(
+def test_an_automatic_context_is_reduced_to_the_available_memory(
     smollm2: Path, machine: dict[str, int | None]
 ) -> None:
     wide = load_plan_named(str(smollm2), Settings())
@@ -66,7 +66,7 @@ def test_a_context_nobody_chose_is_lowered_to_what_is_free_now(
 
 
 @pytest.mark.parametrize("short_by", [0.1, 0.4, 0.7])
-def test_contexts_of_several_models_fit_together_what_is_free_now(
+def test_contexts_of_several_models_fit_the_available_memory_together(
     smollm2: Path, machine: dict[str, int | None], tmp_path: Path, short_by: float
 ) -> None:
     (second := tmp_path / "second.gguf").symlink_to(smollm2)
@@ -111,7 +111,7 @@ def test_a_chosen_context_is_kept_and_refused_when_it_is_loaded(
     asyncio.run(story())
 
 
-def test_the_smallest_context_that_still_is_too_large_is_refused_not_planned_for_ever(
+def test_a_model_whose_smallest_context_is_too_large_is_refused(
     smollm2: Path, machine: dict[str, int | None]
 ) -> None:
     machine["available"] = 0
@@ -125,7 +125,7 @@ def test_the_smallest_context_that_still_is_too_large_is_refused_not_planned_for
     asyncio.run(story())
 
 
-def test_what_models_may_have_is_what_the_guard_lets_them_load(
+def test_the_memory_for_models_is_the_amount_the_guard_lets_them_load(
     machine: dict[str, int | None],
 ) -> None:
     headroom = headroom_bytes(16 * GB)
@@ -136,7 +136,7 @@ def test_what_models_may_have_is_what_the_guard_lets_them_load(
     assert available() == 0
 
 
-def test_a_model_that_is_being_loaded_has_its_memory_promised() -> None:
+def test_a_model_that_is_loading_has_its_memory_reserved() -> None:
     async def story() -> None:
         slow, other = (
             ServedModel(name, ScriptedEngine(), needs_bytes=4 * GB) for name in ("slow", "other")
@@ -174,7 +174,7 @@ def page(models: ModelRouter) -> str:
     return asyncio.run(get())
 
 
-def test_metrics_say_what_is_available_what_is_kept_and_how_pressed_each_engine_is() -> None:
+def test_metrics_show_available_and_reserved_memory_and_each_engines_pressure() -> None:
     class Pressed(ScriptedEngine):
         async def snapshot(self) -> dict[str, Any]:
             return {"available_bytes": 700, "headroom_bytes": 800, "pressure": "shrink"}

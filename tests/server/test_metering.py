@@ -70,7 +70,7 @@ def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED)
-def test_every_dialect_costs_what_it_costs_here(
+def test_every_dialect_is_charged_as_on_this_server(
     front: Running, path: str, body: dict[str, Any]
 ) -> None:
     engine = ScriptedEngine(script=("one", " two", " three", " four"))
@@ -95,7 +95,9 @@ def test_a_stream_that_states_no_usage_is_counted(front: Running) -> None:
     assert now.prompt_tokens - before.prompt_tokens == (len("user") + len(HI[0]["content"])) // 4
 
 
-def test_who_leaves_pays_for_what_was_said(front: Running, engine: ScriptedEngine) -> None:
+def test_a_client_that_disconnects_is_charged_for_the_text_so_far(
+    front: Running, engine: ScriptedEngine
+) -> None:
     gate, before, script = Gate(), used(front), engine.script
     engine.script = ("one", " two", gate, " three")
     headers = {"authorization": f"Bearer {ANNA}"}

@@ -33,7 +33,7 @@ def test_an_answer_ends_at_the_marks_of_the_next_turn() -> None:
     assert (choice["message"]["content"], choice["finish_reason"]) == ("Hello there", "stop")
 
 
-def test_the_mark_is_no_stop_sequence_of_the_clients() -> None:
+def test_the_template_marker_is_not_reported_as_a_stop_sequence() -> None:
     said = answered("/v1/messages")
     assert said["content"] == [{"type": "text", "text": "Hello there"}]
     assert (said["stop_reason"], said["stop_sequence"]) == ("end_turn", None)
@@ -44,19 +44,19 @@ def test_ollama() -> None:
     assert (said["message"]["content"], said["done_reason"]) == ("Hello there", "stop")
 
 
-def test_a_client_that_names_the_mark_itself_is_told_of_it() -> None:
+def test_a_client_that_sets_the_marker_as_stop_sequence_gets_it_reported() -> None:
     said = answered("/v1/messages", stop_sequences=["<|im_end|>"])
     assert (said["stop_reason"], said["stop_sequence"]) == ("stop_sequence", "<|im_end|>")
 
 
 @pytest.mark.parametrize("body", [{"ignore_eos": True}])
-def test_whoever_wants_no_end_has_none(body: dict[str, Any]) -> None:
+def test_requests_that_ignore_the_end_of_an_answer_continue_after_it(body: dict[str, Any]) -> None:
     assert (
         "And now?" in answered("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
     )
 
 
-def test_plain_text_is_nobodys_conversation() -> None:
+def test_a_plain_completion_does_not_end_at_the_marks_of_a_turn() -> None:
     engine = ScriptedEngine(WROTE)
     with running_server({"m": engine}) as server:
         body = {"model": "m", "prompt": "Hi", "max_tokens": 64}

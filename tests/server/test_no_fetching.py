@@ -360,7 +360,7 @@ def test_nothing_is_fetched(
 # --- the recording itself -------------------------------------------------------------------------
 
 
-def test_the_watch_sees_files_and_connections(audited: None, secret: Path) -> None:
+def test_the_audit_hook_sees_files_and_connections(audited: None, secret: Path) -> None:
     with watching() as seen:
         secret.read_text()
         with socket.socket() as connection:
@@ -401,7 +401,7 @@ def compiler(tiny_model: Path) -> Iterator[GrammarCompiler]:
         ("gbnf", 'root ::= {"$ref": "{web}"}'),
     ],
 )
-def test_a_grammar_fetches_nothing(
+def test_a_grammar_fetches_no_address_and_reads_no_file(
     compiler: GrammarCompiler, audited: None, web: Listener, secret: Path, kind: str, source: str
 ) -> None:
     filled = source.replace("{web}", web.url).replace("{file}", str(secret))

@@ -111,7 +111,7 @@ def test_keep_alive_0_unloads_and_does_not_load(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_model_goes_behind_a_request_that_keeps_it_0_s(
+def test_a_model_is_unloaded_after_a_request_with_keep_alive_0(
     http: httpx.Client, engine: WatchedEngine, stream: bool
 ) -> None:
     reply = http.post(CHAT, json={"messages": HI, "keep_alive": 0, "stream": stream})
@@ -135,7 +135,9 @@ def test_a_model_in_use_is_unloaded_when_its_requests_have_ended(
     assert engine.was_closed.wait(20)
 
 
-def test_a_duration_is_kept_and_said(http: httpx.Client, engine: WatchedEngine) -> None:
+def test_a_keep_alive_duration_is_stored_and_shown(
+    http: httpx.Client, engine: WatchedEngine
+) -> None:
     http.post(CHAT, json={"messages": HI, "stream": False, "keep_alive": "10m"})
     (model,) = http.get("/api/ps").json()["models"]
     left_s = (datetime.fromisoformat(model["expires_at"]) - datetime.now(UTC)).total_seconds()
@@ -151,7 +153,7 @@ def test_a_duration_is_kept_and_said(http: httpx.Client, engine: WatchedEngine) 
     assert http.get("/api/ps").json()["models"][0]["expires_at"].startswith("0001-")
 
 
-def test_for_ever_is_longer_than_the_servers_own_time() -> None:
+def test_an_endless_keep_alive_outlasts_the_servers_idle_time() -> None:
     async def main() -> None:
         kept, other = Host(), Host()
         models = [ServedModel("kept", kept), ServedModel("other", other)]
@@ -170,7 +172,7 @@ def test_for_ever_is_longer_than_the_servers_own_time() -> None:
     asyncio.run(main())
 
 
-def test_for_ever_ends_when_memory_is_short_unless_the_owner_says_never() -> None:
+def test_an_endless_keep_alive_ends_if_memory_is_short_unless_the_owner_forbids_it() -> None:
     async def main() -> None:
         pinned, brief, owned = Host(), Host(), Host()
         workers = [
@@ -224,7 +226,7 @@ def test_every_model_has_a_digest_of_64_digits(http: httpx.Client) -> None:
     assert http.get("/api/ps").json()["models"][0]["digest"] == model["digest"]
 
 
-def test_show_says_what_a_request_gets(http: httpx.Client) -> None:
+def test_show_lists_the_defaults_of_a_request(http: httpx.Client) -> None:
     http.post(CHAT, json={})
     said = http.post("/api/show", json={"model": "tiny"}).json()
     parameters = dict(line.split() for line in said["parameters"].splitlines())
@@ -235,7 +237,7 @@ def test_show_says_what_a_request_gets(http: httpx.Client) -> None:
     assert said["capabilities"][:2] == ["completion", "tools"]
 
 
-def test_curl_needs_no_header(smol: httpx.Client) -> None:
+def test_curl_needs_no_content_type_header(smol: httpx.Client) -> None:
     body = json.dumps(
         {"model": "smollm2", "prompt": "Hi", "stream": False, "options": {"num_predict": 2}}
     ).encode()
@@ -339,7 +341,7 @@ def test_samplers_of_the_other_dialects_are_options_too(
     assert (low.status_code, "min_tokens" in low.json()["error"]) == (400, True)
 
 
-def test_truncate_leaves_out_the_oldest_and_says_so(
+def test_truncate_leaves_out_the_oldest_messages_with_a_header(
     http: httpx.Client, engine: WatchedEngine
 ) -> None:
     long = [
@@ -359,7 +361,7 @@ def test_truncate_leaves_out_the_oldest_and_says_so(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_too_long_says_so_in_the_words_clients_compact_by(
+def test_a_prompt_too_long_is_refused_with_the_text_that_clients_compact_on(
     smol: httpx.Client, stream: bool
 ) -> None:
     reply = smol.post(
@@ -385,7 +387,7 @@ def test_a_prompt_too_long_says_so_in_the_words_clients_compact_by(
     ],
     ids=str,
 )
-def test_what_has_no_effect_is_named(
+def test_fields_without_effect_are_named(
     http: httpx.Client, path: str, body: dict[str, Any], named: str
 ) -> None:
     reply = http.post(path, json={**body, "stream": False})
@@ -407,7 +409,7 @@ def test_a_level_of_thinking_reaches_the_template_as_one_it_knows(think: Any, ef
 
 
 @pytest.mark.parametrize("think", [True, False])
-def test_thinking_is_switched(think: bool) -> None:
+def test_think_sets_the_templates_thinking_variable(think: bool) -> None:
     template = (
         "{{ enable_thinking }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     )
@@ -441,7 +443,7 @@ def test_an_unloaded_model_is_shown_from_its_header(tiny_model: Path) -> None:
     assert nothing.status_code == 400
 
 
-def test_of_nothing_there_are_no_vectors(tmp_path: Path) -> None:
+def test_an_empty_input_gives_no_embeddings(tmp_path: Path) -> None:
     model = ServedModel(
         "v", Supervisor(EmbeddingOptions(str(write_bert(tmp_path / "vectors.gguf")))), embeds=True
     )

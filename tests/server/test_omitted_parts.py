@@ -155,7 +155,9 @@ def test_reasoning_in_parts_is_reasoning(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
-def test_thinking_is_the_model_s_alone(http: httpx.Client, path: str) -> None:
+def test_thinking_in_a_users_turn_is_named_if_old_and_refused_in_the_question(
+    http: httpx.Client, path: str
+) -> None:
     """A thinking block in a user's turn is named if it is old, and refused if it is in the
     question."""
     sent = user({"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Why?"})

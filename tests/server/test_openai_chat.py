@@ -48,7 +48,9 @@ def test_models_are_listed_by_name_with_their_context(client: openai.OpenAI) -> 
     assert client.models.retrieve("tiny").id == "tiny"
 
 
-def test_a_whole_answer(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+def test_a_complete_answer_has_its_text_and_usage(
+    client: openai.OpenAI, engine: ScriptedEngine
+) -> None:
     reply = client.chat.completions.create(model="tiny", messages=HI)
     assert reply.choices[0].message.content == "Hello world!"
     assert reply.choices[0].finish_reason == "stop"
@@ -128,7 +130,9 @@ def test_a_prompt_longer_than_the_window_is_a_400_also_for_a_stream(client: open
         assert "4096" in caught.value.message
 
 
-def test_n_choices_stream_and_whole(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+def test_n_choices_are_returned_with_and_without_streaming(
+    client: openai.OpenAI, engine: ScriptedEngine
+) -> None:
     engine.script = lambda r: ["a" * (r.generation.sampling.seed or 0)]
     reply = client.chat.completions.create(model="tiny", messages=HI, n=3, seed=2)
     assert [c.message.content for c in reply.choices] == ["aa", "aaa", "aaaa"]
@@ -141,7 +145,7 @@ def test_n_choices_stream_and_whole(client: openai.OpenAI, engine: ScriptedEngin
     assert list(texts.values()) == ["aa", "aaa", "aaaa"]
 
 
-def test_logprobs_stream_and_whole(client: openai.OpenAI) -> None:
+def test_logprobs_are_returned_with_and_without_streaming(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(model="tiny", messages=HI, logprobs=True, top_logprobs=2)
     content = reply.choices[0].logprobs.content
     assert "".join(p.token for p in content) == "Hello world!"
@@ -156,7 +160,9 @@ def test_logprobs_stream_and_whole(client: openai.OpenAI) -> None:
     assert "".join(seen) == "Hello world!"
 
 
-def test_odd_messages_that_editors_send(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+def test_unusual_messages_of_editors_are_accepted(
+    client: openai.OpenAI, engine: ScriptedEngine
+) -> None:
     messages = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -200,7 +206,7 @@ def test_a_failure_before_the_first_token_is_a_status(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_has_no_token_yet_is_tried_once_more_on_a_new_worker(
+def test_a_request_without_a_token_is_retried_once_on_a_new_worker(
     http: httpx.Client, engine: ScriptedEngine, stream: bool
 ) -> None:
     engine.load_error = None
@@ -213,7 +219,9 @@ def test_what_has_no_token_yet_is_tried_once_more_on_a_new_worker(
     assert tries == []
 
 
-def test_it_is_tried_no_third_time(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_a_failed_request_is_not_tried_a_third_time(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     tried = len(engine.requests)
     engine.script = [Failure("", "worker_died", "gone")]
     assert http.post("/v1/chat/completions", json={"messages": HI}).status_code == 503

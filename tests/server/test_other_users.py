@@ -78,7 +78,7 @@ def test_another_user_is_answered_on_no_route_but_health(host: str) -> None:
 
 @needs_root
 @needs_report
-def test_one_that_leaves_before_it_could_be_asked_who_it_is_does_nothing() -> None:
+def test_a_client_that_leaves_before_its_user_is_known_has_no_effect() -> None:
     """A client that leaves before its user is looked up has no effect.
 
     The system reports root as the owner of a closed socket.
@@ -148,5 +148,5 @@ def test_a_system_that_reports_no_users_gets_a_kept_key(monkeypatch: pytest.Monk
         pytest.param({}, "only your user is answered", marks=needs_report),
     ],
 )
-def test_the_start_says_who_is_answered(given: dict[str, str], said: str) -> None:
+def test_the_start_line_names_the_users_that_are_answered(given: dict[str, str], said: str) -> None:
     assert said in who_is_answered(server_settings(Settings(given)))

@@ -42,7 +42,7 @@ def running() -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_no_refusal_is_in_the_validator_s_words(path: str) -> None:
+def test_no_refusal_contains_the_validators_text(path: str) -> None:
     """Every field, also inside objects, is tried with values of wrong types.
 
     The messages read here are those that a client receives.
@@ -67,7 +67,7 @@ def test_no_refusal_is_in_the_validator_s_words(path: str) -> None:
     assert [text for text in said if PYDANTICS.search(text)] == []
 
 
-def test_what_is_of_a_kind_that_is_taken_is_not_told_of_the_other_kind() -> None:
+def test_a_value_of_an_accepted_type_is_not_reported_as_another_type() -> None:
     """A value of an accepted type is not reported as the other accepted type.
 
     Biases may be an object or a list. If an object has too many entries, the message does not
@@ -79,7 +79,7 @@ def test_what_is_of_a_kind_that_is_taken_is_not_told_of_the_other_kind() -> None
     assert refused.value.message == "logit_bias: has more than 4096 entries"
 
 
-def test_every_kind_of_error_of_the_validator_has_words() -> None:
+def test_every_error_type_of_the_validator_has_our_own_text() -> None:
     """The errors that a body can cause: types, lengths and ranges."""
     kinds = {
         "missing", "extra_forbidden", "none_required", "bool_type", "bool_parsing", "int_type",
@@ -130,7 +130,9 @@ def test_the_list_of_models_is_anthropic_s_to_its_clients(running: Running) -> N
         ("/v1/none", ""),
     ],
 )
-def test_a_path_that_is_wrong_says_which_was_meant(running: Running, path: str, meant: str) -> None:
+def test_a_wrong_path_is_answered_with_the_likely_one(
+    running: Running, path: str, meant: str
+) -> None:
     reply = httpx.post(running.url + path, json={}, trust_env=False)
     hint = reply.json().get("error", {})
     said = hint if isinstance(hint, str) else hint.get("hint", "")
@@ -149,7 +151,7 @@ def test_a_path_that_is_wrong_says_which_was_meant(running: Running, path: str, 
         ("POST", "/api/v1/messages"),
     ],
 )
-def test_base_paths_of_lm_studio_and_lemonade_get_ours(
+def test_base_paths_of_lm_studio_and_lemonade_are_answered_with_ours(
     running: Running, method: str, path: str
 ) -> None:
     reply = httpx.request(method, running.url + path, trust_env=False)
@@ -157,7 +159,7 @@ def test_base_paths_of_lm_studio_and_lemonade_get_ours(
     assert f"set the base URL to {running.url}/v1" in reply.json()["error"]["hint"]
 
 
-def test_a_base_url_as_a_path_names_what_follows_it(running: Running) -> None:
+def test_a_request_to_a_base_url_names_the_paths_below_it(running: Running) -> None:
     error = httpx.get(running.url + "/v1", trust_env=False).json()["error"]
     assert "/chat/completions" in error["hint"]
 
@@ -174,7 +176,7 @@ def test_every_answer_has_a_date(running: Running) -> None:
         ("/api/chat", {"stream": False}),
     ],
 )  # fmt: skip
-def test_a_long_prompt_is_told_which_context_would_hold_it(
+def test_the_error_for_a_long_prompt_names_a_context_that_fits(
     running: Running, path: str, base: dict[str, Any]
 ) -> None:
     body = {**base, "messages": [{"role": "user", "content": "a long prompt " * 50}]}
@@ -187,7 +189,7 @@ def test_a_long_prompt_is_told_which_context_would_hold_it(
         assert wanted in reply.text
 
 
-def test_a_seed_says_what_it_promises(running: Running) -> None:
+def test_the_reply_to_a_seed_states_its_guarantee(running: Running) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     url = running.url + "/v1/chat/completions"
     assert "x-localllm-seed" not in httpx.post(url, json=body, trust_env=False).headers

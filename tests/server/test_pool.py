@@ -115,7 +115,7 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def test_a_conversation_stays_where_it_began() -> None:
+def test_a_conversation_stays_on_the_server_where_it_began() -> None:
     with scripted(3) as (front, engines, _):
         where: dict[int, set[str]] = {}
         talks = {i: [SYSTEM, user(f"question {i}")] for i in range(12)}
@@ -130,7 +130,7 @@ def test_a_conversation_stays_where_it_began() -> None:
         assert front.http.get("/v1/models").json()["data"][0]["id"] == "tiny"
 
 
-def test_one_that_is_gone_is_passed_over_and_comes_back() -> None:
+def test_a_pool_skips_a_stopped_server_until_it_returns() -> None:
     with scripted(2) as (front, _, running):
         at = front.ask([user("hi")]).headers["x-localllm-ran-on"]
         gone = running[int(at)]
@@ -149,7 +149,7 @@ def reachable(url: str) -> bool:
     return True
 
 
-def test_a_server_that_stops_before_its_answer_costs_nobody_one() -> None:
+def test_a_server_that_stops_before_its_answer_loses_no_request() -> None:
     with scripted(2) as (front, engines, running):
         gates = [Gate(), Gate()]
         for engine, gate in zip(engines, gates, strict=True):
@@ -168,7 +168,7 @@ def test_a_server_that_stops_before_its_answer_costs_nobody_one() -> None:
 
 
 @pytest.mark.long
-def test_behind_the_first_token_nothing_is_said_twice() -> None:
+def test_a_server_that_stops_after_the_first_token_causes_an_error_without_repetition() -> None:
     with scripted(2) as (front, engines, running):
         gate = Gate()
         for engine in engines:
@@ -183,20 +183,20 @@ def test_behind_the_first_token_nothing_is_said_twice() -> None:
         assert "error" in rest
 
 
-def test_without_any_server_it_says_so() -> None:
+def test_a_pool_without_any_server_is_an_error() -> None:
     with pooled("http://127.0.0.1:9") as front:
         answer = front.ask([user("hi")])
         assert answer.status_code in (502, 503)
         assert front.http.get("/health").status_code == 503
 
 
-def test_the_front_has_the_same_gate() -> None:
+def test_the_front_of_a_pool_checks_keys_and_hosts_too() -> None:
     with pooled("http://127.0.0.1:9", api_key="k") as front:
         assert front.http.get("/metrics").status_code == 401
         assert front.http.get("/metrics", headers={"host": "evil.example"}).status_code == 403
 
 
-def test_new_conversations_are_spread_and_none_crowds_a_server() -> None:
+def test_new_conversations_are_spread_evenly_over_the_servers() -> None:
     nodes = [PoolNode(n, n) for n in "abc"]
     for talk in range(60):
         key = conversation_key({"messages": [SYSTEM, user(f"talk {talk}")]})
@@ -216,7 +216,7 @@ def test_new_conversations_are_spread_and_none_crowds_a_server() -> None:
     assert [node.name for node in by_preference(nodes, None, 200.0)] == ["b", "c", "a"]
 
 
-def test_a_server_less_moves_only_its_own_conversations() -> None:
+def test_removing_a_server_moves_only_its_own_conversations() -> None:
     nodes = [PoolNode(n, n) for n in "abcd"]
     for talk in range(40):
         key = conversation_key({"messages": [user(f"talk {talk}")]})
@@ -244,7 +244,7 @@ def marked(text: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": text, **more}
 
 
-def test_what_a_client_moves_with_each_turn_moves_no_conversation() -> None:
+def test_fields_that_change_with_each_turn_do_not_move_a_conversation() -> None:
     """Fields that a client changes in each turn do not change the key of the conversation.
 
     Claude Code marks the newest message for caching, and counts its requests in the system
@@ -294,7 +294,7 @@ def test_a_sibling_without_a_system_prompt_stays_with_its_conversation() -> None
     assert session_key("s", tools) == session_key("s", {"messages": [SYSTEM, user("b")]})
 
 
-def test_siblings_read_their_prefix_once(tiny_model: Path) -> None:
+def test_requests_with_one_system_prompt_prefill_it_once(tiny_model: Path) -> None:
     helper = {"role": "system", "content": "You search files. " * 30}
     options = WorkerOptions(LoadSpec(path=str(tiny_model), n_ctx=2048, n_seq_max=4))
     with ExitStack() as stack:
@@ -311,7 +311,7 @@ def test_siblings_read_their_prefix_once(tiny_model: Path) -> None:
     assert min(cached[1:]) > 0.8 * whole
 
 
-def test_a_stored_response_is_found_wherever_it_lies() -> None:
+def test_a_stored_response_is_found_on_any_server() -> None:
     with scripted(3) as (front, _, running):
         for at in running:
             stored = httpx.post(
@@ -357,7 +357,7 @@ def reuse(path: Path, n: int, turns: int, servers: int) -> float:
         return conversations(lambda talk: front.ask(talk).json(), n, turns)
 
 
-def test_turns_find_what_was_read_before_them(tiny_model: Path) -> None:
+def test_turns_reuse_the_cached_prompt_of_earlier_turns(tiny_model: Path) -> None:
     """A turn's repeated prompt comes from the cache of whichever server has it.
 
     There are two servers with a real engine.
@@ -409,7 +409,7 @@ def ports(n: int) -> list[int]:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_forty_conversations_on_three_servers(smollm2: Path) -> None:
+def test_three_servers_reuse_nearly_as_many_tokens_as_one(smollm2: Path) -> None:
     """Three servers reuse at least 95 % as many tokens as one server."""
     one = reuse(smollm2, 40, 5, 1)
     three = reuse(smollm2, 40, 5, 3)

@@ -116,7 +116,7 @@ def home(front: Front) -> int:
     return int(by_preference(front.front.nodes, key, 0.0)[0].name)
 
 
-def test_a_system_prompt_is_read_once_and_copied_to_the_others() -> None:
+def test_a_system_prompt_is_prefilled_once_and_its_kv_copied_to_other_servers() -> None:
     with pool(8) as (front, servers, _), ThreadPoolExecutor(16) as clients:
         answers = [*clients.map(partial(ask, front), range(N_QUESTIONS))]
         assert [a.status_code for a in answers] == [200] * N_QUESTIONS
@@ -128,7 +128,7 @@ def test_a_system_prompt_is_read_once_and_copied_to_the_others() -> None:
         assert any("were read by 127.0.0.1" in a.headers["x-localllm-cache"] for a in answers)
 
 
-def test_the_next_server_reads_it_if_the_first_is_killed_while_it_reads() -> None:
+def test_the_next_server_prefills_a_system_prompt_if_the_first_is_killed() -> None:
     with pool(8) as (front, servers, running), ThreadPoolExecutor(16) as clients:
         at = home(front)
         killed = servers[at].backend
@@ -147,7 +147,7 @@ def test_the_next_server_reads_it_if_the_first_is_killed_while_it_reads() -> Non
         assert N_SYSTEM <= sum(others) < 1.5 * N_SYSTEM
 
 
-def test_a_server_asks_only_those_before_it() -> None:
+def test_a_server_requests_kv_only_from_servers_before_it_in_the_order() -> None:
     nodes = [PoolNode(str(i), f"http://10.0.0.{i}:80") for i in range(8)]
     order = by_preference(nodes, b"system", 0.0)
     names = [node.url.removeprefix("http://") for node in order]

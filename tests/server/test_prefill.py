@@ -61,7 +61,7 @@ def http(engine: ScriptedEngine) -> Iterator[httpx.Client]:
         ("/v1/responses", {"input": BEGUN}),
     ],
 )
-def test_the_answer_is_gone_on_with(
+def test_a_prefilled_answer_is_continued(
     http: httpx.Client, engine: ScriptedEngine, path: str, body: dict[str, Any]
 ) -> None:
     answer = http.post(path, json=body)
@@ -74,7 +74,7 @@ def test_the_answer_is_gone_on_with(
 @pytest.mark.parametrize(
     "field", [{"continue_final_message": False}, {"add_generation_prompt": True}]
 )
-def test_a_client_may_want_a_new_answer_instead(
+def test_a_client_may_request_a_new_answer_instead(
     http: httpx.Client, engine: ScriptedEngine, field: dict[str, Any]
 ) -> None:
     assert http.post(CHAT, json={"messages": BEGUN, **field}).status_code == 200
@@ -89,7 +89,9 @@ def test_a_client_may_want_a_new_answer_instead(
         {"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": True},
     ],
 )
-def test_a_wish_that_can_not_be_is_named(http: httpx.Client, body: dict[str, Any]) -> None:
+def test_invalid_continuation_settings_are_refused_by_name(
+    http: httpx.Client, body: dict[str, Any]
+) -> None:
     answer = http.post(CHAT, json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] in ("continue_final_message", "add_generation_prompt")
@@ -104,7 +106,9 @@ def test_template_variables_that_are_the_conversation_are_refused(
     assert answer.json()["error"]["param"] == f"chat_template_kwargs.{name}"
 
 
-def test_calls_at_the_end_are_no_beginning(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_a_last_message_with_tool_calls_is_not_continued(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [BEGUN[0], {"role": "assistant", "content": "I look", "tool_calls": [call]}]
     assert http.post(CHAT, json={"messages": messages}).status_code == 200

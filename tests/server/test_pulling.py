@@ -96,7 +96,9 @@ def test_it_is_refused_until_it_is_allowed_and_the_refusal_says_how() -> None:
         assert http.post("/api/create", json={"model": "x"}).status_code == 400
 
 
-def test_a_download_is_told_in_ollamas_lines(http: httpx.Client, store: FakeStore) -> None:
+def test_a_download_streams_progress_in_ollamas_format(
+    http: httpx.Client, store: FakeStore
+) -> None:
     reply = http.post(PULL, json={"model": "org/name:Q4_K_M"})
     assert reply.headers["content-type"] == "application/x-ndjson"
     lines = [json.loads(line) for line in reply.text.splitlines()]
@@ -112,27 +114,31 @@ def test_a_download_is_told_in_ollamas_lines(http: httpx.Client, store: FakeStor
     assert bars[-1]["completed"] == bars[-1]["total"] == 100
 
 
-def test_the_whole_answer_and_the_older_name(http: httpx.Client, store: FakeStore) -> None:
+def test_a_pull_without_streaming_and_with_the_older_field_name_works(
+    http: httpx.Client, store: FakeStore
+) -> None:
     reply = http.post(PULL, json={"name": "x", "stream": False})
     assert reply.json() == {"status": "success"}
     assert store.pulled == ["x"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failure_is_told(http: httpx.Client, store: FakeStore, stream: bool) -> None:
+def test_a_failed_pull_returns_the_error(
+    http: httpx.Client, store: FakeStore, stream: bool
+) -> None:
     store.error = DownloadError("the disk is full")
     reply = http.post(PULL, json={"model": "x", "stream": stream})
     assert json.loads(reply.text.splitlines()[-1]) == {"error": "the disk is full"}
 
 
-def test_what_does_not_say_a_model_is_refused(http: httpx.Client, store: FakeStore) -> None:
+def test_a_pull_or_delete_without_a_model_is_refused(http: httpx.Client, store: FakeStore) -> None:
     for body in ({}, {"model": " "}, {"model": "x", "insecure": True}):
         assert http.post(PULL, json=body).status_code == 400, body
     assert delete(http, {}).status_code == 400
     assert store.pulled == store.removed == []
 
 
-def test_leaving_ends_the_download(http: httpx.Client, store: FakeStore) -> None:
+def test_a_client_that_disconnects_ends_the_download(http: httpx.Client, store: FakeStore) -> None:
     store.hold = True
     with http.stream("POST", PULL, json={"model": "x"}) as reply:
         pieces = reply.iter_raw()

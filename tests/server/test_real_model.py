@@ -68,7 +68,7 @@ def test_max_tokens_stop_and_seed_are_honoured(client: openai.OpenAI) -> None:
     assert first == second != other
 
 
-def test_a_form_goes_on_behind_the_beginning_that_was_given(client: openai.OpenAI) -> None:
+def test_a_schema_answer_continues_a_prefilled_beginning(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
         "properties": {"capital": {"type": "string", "maxLength": 20}},
@@ -122,7 +122,7 @@ def test_the_second_turn_reuses_the_first(client: openai.OpenAI) -> None:
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 1
 
 
-def test_a_killed_worker_costs_its_request_and_nothing_else(
+def test_a_killed_worker_fails_only_its_own_request(
     client: openai.OpenAI, server: Running, supervisor: Supervisor
 ) -> None:
     _ask(client, max_tokens=1)
@@ -142,7 +142,7 @@ def test_a_killed_worker_costs_its_request_and_nothing_else(
     assert supervisor.client.pid != worker.pid
 
 
-def test_a_worker_that_dies_while_nobody_asks_costs_the_next_request_nothing(
+def test_the_death_of_an_idle_worker_does_not_fail_the_next_request(
     client: openai.OpenAI, supervisor: Supervisor
 ) -> None:
     """The death of an idle worker does not fail the next request, noticed or not."""
@@ -156,7 +156,7 @@ def test_a_worker_that_dies_while_nobody_asks_costs_the_next_request_nothing(
         assert _ask(client, max_tokens=2).usage.completion_tokens == 2
 
 
-def test_a_worker_that_dies_while_nobody_asks_is_there_again_before_anybody_does(
+def test_an_idle_worker_that_dies_is_restarted_before_the_next_request(
     client: openai.OpenAI, supervisor: Supervisor
 ) -> None:
     def end_it() -> None:
@@ -240,7 +240,7 @@ def test_forced_calls_fit_their_schema(client: openai.OpenAI, choice, seed: int)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_schema_is_kept(client: openai.OpenAI, seed: int) -> None:
+def test_an_answer_fits_its_schema(client: openai.OpenAI, seed: int) -> None:
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 12},

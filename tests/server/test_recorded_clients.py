@@ -117,7 +117,7 @@ def test_a_tool_is_called_and_its_result_is_answered(running: Running, name: str
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_who_leaves_ends_the_answer(name: str) -> None:
+def test_a_client_that_disconnects_ends_the_answer(name: str) -> None:
     engine = ScriptedEngine(["It is", Gate(), " on."], chat_template=OWN)
     with (
         running_server({"tiny": engine}) as server,

@@ -67,7 +67,7 @@ def test_a_call_without_end_ends_the_answer() -> None:
     assert sides(answer(Caller([6, 8] * 50)))[-1:] == [6]
 
 
-def test_a_held_call_that_ends_with_its_json_open_is_an_answer() -> None:
+def test_a_constrained_call_that_ends_in_open_json_is_not_an_error() -> None:
     reply = answer(Caller([6, 6], ends=""))
     assert reply.status_code == 200
     assert reply.json()["choices"][0]["finish_reason"] in ("tool_calls", "stop")
@@ -91,7 +91,9 @@ def test_two_calls_are_two_lines_of_ollamas_stream() -> None:
         {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}},
     ],
 )
-def test_a_required_call_is_made_and_the_form_is_named(choice: Any, form: Any) -> None:
+def test_a_required_call_is_made_and_response_format_is_named_as_ignored(
+    choice: Any, form: Any
+) -> None:
     engine = ScriptedEngine(list('{"sides": 6}'), chat_template=HERMES)
     asked = {
         "messages": [{"role": "user", "content": "Roll."}],
@@ -109,7 +111,7 @@ def test_a_required_call_is_made_and_the_form_is_named(choice: Any, form: Any) -
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-def test_a_form_that_need_not_hold_whole_is_loosened_by_name(path: str) -> None:
+def test_a_schema_that_is_not_strict_is_loosened_and_the_keyword_named(path: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "contains": {}}}}
     shape = {"name": "x", "schema": schema, "strict": False}
     form = {"text": {"format": {"type": "json_schema", **shape}}, "input": "Hi"}
@@ -148,7 +150,7 @@ NAMES: list[tuple[dict[str, Any], tuple[str, str]]] = [
 
 @pytest.mark.parametrize(("sent", "grammar"), NAMES)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_the_names_of_other_servers_mean_what_they_mean_there(
+def test_grammar_fields_of_other_servers_have_their_meaning_there(
     path: str, sent: dict[str, Any], grammar: tuple[str, str]
 ) -> None:
     engine = ScriptedEngine(["a"])

@@ -55,7 +55,7 @@ def rerank(http: httpx.Client, path: str = "/v1/rerank", **more: Any) -> httpx.R
     return http.post(path, json={"query": QUERY, "documents": DOCUMENTS, **more})
 
 
-def test_documents_come_best_first_with_their_places(http: httpx.Client) -> None:
+def test_documents_are_returned_best_first_with_their_index(http: httpx.Client) -> None:
     body = rerank(http, model="ranker").json()
     assert body.keys() == {"model", "object", "usage", "results"}
     scores = [r["relevance_score"] for r in body["results"]]
@@ -69,7 +69,7 @@ def test_documents_come_best_first_with_their_places(http: httpx.Client) -> None
         assert alone["relevance_score"] == pytest.approx(result["relevance_score"], abs=2e-3)
 
 
-def test_every_path_and_form(http: httpx.Client) -> None:
+def test_every_path_and_form_of_reranking_gives_the_same_results(http: httpx.Client) -> None:
     expected = rerank(http).json()["results"]
     for path in ("/rerank", "/reranking", "/v1/reranking", "/v2/rerank"):
         assert rerank(http, path).json()["results"] == expected
@@ -103,7 +103,7 @@ def test_what_can_not_be_ranked_is_refused_with_the_reason(http: httpx.Client) -
     )
 
 
-def test_several_embedding_models_beside_each_other(http: httpx.Client) -> None:
+def test_several_embedding_models_are_loaded_together(http: httpx.Client) -> None:
     one, two = (
         http.post("/v1/embeddings", json={"model": name, "input": "hello"}).json()
         for name in ("one", "two")
@@ -149,7 +149,7 @@ def _is_up(http: httpx.Client) -> bool:
         return False
 
 
-def test_the_scores_are_llama_cpps_own(http: httpx.Client, ranker: Path) -> None:
+def test_the_scores_equal_those_of_llama_cpp(http: httpx.Client, ranker: Path) -> None:
     program = os.environ.get("LOCALLLM_LLAMA_SERVER")
     if not program:
         pytest.skip("LOCALLLM_LLAMA_SERVER names no llama-server")

@@ -29,7 +29,7 @@ def events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         return [json.loads(line[6:]) for line in r.iter_lines() if line.startswith("data: ")]
 
 
-def test_it_has_all_of_openai_s_fields_with_what_was_used() -> None:
+def test_a_response_has_all_of_openais_fields_with_the_values_used() -> None:
     with running_server({"tiny": ScriptedEngine()}) as running:
         sent = {
             "input": "hi", "temperature": 0.3, "user": "u", "metadata": {"a": "b"},
@@ -51,7 +51,7 @@ def test_it_has_all_of_openai_s_fields_with_what_was_used() -> None:
         assert Response.model_validate(plain, strict=False).status == "completed"
 
 
-def test_without_input_there_is_nothing_to_answer() -> None:
+def test_a_response_without_input_is_refused() -> None:
     with running_server({"tiny": ScriptedEngine()}) as running:
 
         def status(**body: Any) -> int:
@@ -77,7 +77,7 @@ def test_without_input_there_is_nothing_to_answer() -> None:
         (["Well.\n", HALF], {}, ["completed", "incomplete"], "completed"),
     ],
 )  # fmt: skip
-def test_the_status_of_every_item(
+def test_every_item_of_a_response_has_its_status(
     script: list[str], sent: dict[str, Any], items: list[str], whole: str
 ) -> None:
     engine = ScriptedEngine(script, chat_template=OWN)
@@ -95,7 +95,7 @@ def test_the_status_of_every_item(
         assert [item["status"] for item in said["output"]] == items
 
 
-def test_what_a_failure_cuts_is_incomplete() -> None:
+def test_an_item_cut_by_a_failure_is_incomplete() -> None:
     engine = ScriptedEngine(["Hel", Failure("", "worker_died", "gone")])
     with running_server({"tiny": engine}) as running:
         last = events(running.url, {"input": "hi"})[-1]
@@ -103,7 +103,7 @@ def test_what_a_failure_cuts_is_incomplete() -> None:
     assert [item["status"] for item in last["response"]["output"]] == ["incomplete"]
 
 
-def test_reasoning_comes_as_a_summary_where_that_is_asked_for() -> None:
+def test_reasoning_is_returned_as_a_summary_on_request() -> None:
     engine = ScriptedEngine(["<think>first ", "then</think>", "Hello"], chat_template=OWN)
     with running_server({"tiny": engine}) as running:
         body = {"input": "hi", "reasoning": {"summary": "auto"}}

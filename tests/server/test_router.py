@@ -13,7 +13,7 @@ from support.requests import events_of, request_for
 from support.scripted_engine import Gate, ScriptedEngine
 
 
-def test_names_aliases_and_tags_lead_to_their_model() -> None:
+def test_names_aliases_and_tags_select_their_model() -> None:
     router = ModelRouter(
         [
             ServedModel("Qwen3-8B", ScriptedEngine(), aliases=("chat",)),

@@ -62,14 +62,14 @@ def reached(
 
 
 @pytest.mark.parametrize("path", PLAIN)
-def test_a_request_that_says_nothing_gets_all_of_them(
+def test_a_request_without_sampling_gets_all_of_the_models_defaults(
     http: httpx.Client, engine: ScriptedEngine, path: str
 ) -> None:
     assert reached(http, engine, path, PLAIN[path]) == OWN
 
 
 @pytest.mark.parametrize("path", PLAIN)
-def test_a_request_that_says_one_thing_changes_that_one(
+def test_a_request_with_one_sampling_field_changes_only_that_default(
     http: httpx.Client, engine: ScriptedEngine, path: str
 ) -> None:
     said = {"temperature": 0.5}
@@ -89,7 +89,7 @@ OFF: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "off"), OFF)
-def test_a_request_without_reasoning_gets_those_for_that(
+def test_a_request_without_reasoning_gets_the_defaults_for_that_mode(
     http: httpx.Client, engine: ScriptedEngine, path: str, off: dict[str, Any]
 ) -> None:
     assert reached(http, engine, path, {**PLAIN[path], **off}) == UNTHINKING
@@ -101,7 +101,9 @@ def test_a_request_without_reasoning_gets_those_for_that(
     )
 
 
-def test_a_seed_of_minus_one_draws_one(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_a_seed_of_minus_one_selects_a_random_seed(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     for path, body in {
         "/v1/chat/completions": {"seed": -1}, "/v1/responses": {"seed": -1}, "/api/chat": {"options": {"seed": -1}},
     }.items():  # fmt: skip

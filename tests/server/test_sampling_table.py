@@ -39,7 +39,7 @@ def test_every_parameter_is_a_field_of_every_generating_body(body: type[BaseMode
 
 
 @pytest.mark.parametrize(("name", "limits"), NUMBERS.items())
-def test_its_range_is_the_border_s_and_its_value_reaches_the_engine(
+def test_a_sampling_value_is_checked_by_range_and_reaches_the_engine(
     name: str, limits: FieldRange
 ) -> None:
     for value in (limits.least - 1, limits.most + 1, *([limits.least] if limits.above else [])):

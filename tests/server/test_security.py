@@ -286,7 +286,7 @@ def test_repeated_host_headers_are_refused(server: Running) -> None:
         assert b" 400 " in s.recv(1000)
 
 
-def test_errors_tell_nothing_about_the_inside(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_errors_reveal_no_internals(http: httpx.Client, engine: ScriptedEngine) -> None:
     def explode(request):
         raise RuntimeError("secret prompt at 0x7f00 in /home/someone/model.gguf")
 
@@ -336,7 +336,7 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize("source", TEMPLATES, ids=range(len(TEMPLATES)))
-def test_a_hostile_template_gets_nothing_and_ends(source: str) -> None:
+def test_a_hostile_template_reads_no_data_and_ends(source: str) -> None:
     try:
         said = ChatTemplate(source).render([{"role": "user", "content": "x"}])
     except TemplateError as e:
@@ -423,7 +423,7 @@ def _mutate(value, rng: random.Random, odd: list) -> None:
         return
 
 
-def test_a_port_in_use_is_said_before_anything_loads() -> None:
+def test_a_port_in_use_is_an_error_before_anything_loads() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -458,7 +458,7 @@ def test_a_unix_socket_only_its_owner_can_open(tmp_path: Path) -> None:
     sockets.bind_unix(path).close()  # a dead socket is replaced
 
 
-def test_many_clients_that_leave_harm_nobody() -> None:
+def test_many_clients_that_disconnect_do_not_affect_the_others() -> None:
     """A quarter of the clients disconnect during their answer.
 
     The others are answered, and in the end the engine runs no request.

@@ -96,10 +96,10 @@ TRIED: Mapping[str, tuple[str, ...]] = {
         "server/test_ollama.py::test_a_model_in_use_is_unloaded_when_its_requests_have_ended",
     ),
     "what is kept (responses)": (
-        "server/test_security_table.py::test_what_is_kept_is_never_listed",
+        "server/test_security_table.py::test_stored_responses_are_never_listed",
     ),
     "figures (`/metrics`, `/slots`, `/props`)": (
-        "server/test_security_table.py::test_figures_hold_no_word_of_a_prompt_or_an_answer",
+        "server/test_security_table.py::test_metrics_contain_no_text_of_a_prompt_or_answer",
         "server/test_managing.py::test_slots_tell_what_runs_and_what_waits_and_no_word_of_it",
     ),
 }
@@ -122,13 +122,13 @@ def test_every_row_is_tried() -> None:
 
 
 @pytest.mark.parametrize("named", sorted({test for tests in TRIED.values() for test in tests}))
-def test_every_test_that_a_row_counts_on_is_there(named: str) -> None:
+def test_every_test_named_in_a_row_exists(named: str) -> None:
     file, _, name = named.partition("::")
     tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_what_is_kept_is_never_listed() -> None:
+def test_stored_responses_are_never_listed() -> None:
     """Stored responses are never listed.
 
     They are available only by their ids, which cannot be guessed.
@@ -146,7 +146,7 @@ def test_what_is_kept_is_never_listed() -> None:
             assert http.get(f"/v1/responses/{other}").status_code == 404
 
 
-def test_figures_hold_no_word_of_a_prompt_or_an_answer() -> None:
+def test_metrics_contain_no_text_of_a_prompt_or_answer() -> None:
     engine = ScriptedEngine(script=("my-private-answer",))
     with (
         running_server({"tiny": engine}) as server,

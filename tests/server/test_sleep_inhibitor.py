@@ -29,7 +29,7 @@ GNOME = {"XDG_CURRENT_DESKTOP": "GNOME", "WAYLAND_DISPLAY": "wayland-0"}
         ("win32", EVERYTHING, GNOME, ""),
     ],
 )
-def test_the_program_is_the_systems_own_and_only_on_desktops(
+def test_the_inhibitor_uses_the_systems_own_program_and_only_on_desktops(
     platform: str, there: Mapping[str, str], environment: Mapping[str, str], program: str
 ) -> None:
     command = " ".join(holding_command(platform, there.get, environment))
@@ -50,7 +50,7 @@ async def said(file: Path, words: str) -> None:
     )
 
 
-def test_it_is_held_from_the_first_request_to_the_end_of_the_last(tmp_path: Path) -> None:
+def test_sleep_is_inhibited_from_the_first_request_to_the_end_of_the_last(tmp_path: Path) -> None:
     file = tmp_path / "state"
 
     async def scene() -> None:
@@ -67,7 +67,7 @@ def test_it_is_held_from_the_first_request_to_the_end_of_the_last(tmp_path: Path
     asyncio.run(scene())
 
 
-def test_short_requests_start_nothing(tmp_path: Path) -> None:
+def test_short_requests_start_no_inhibitor(tmp_path: Path) -> None:
     file = tmp_path / "state"
 
     async def scene() -> None:
@@ -83,7 +83,7 @@ def test_short_requests_start_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command", [(), ("/nowhere/to/be/found",), (sys.executable, "-c", "raise SystemExit(1)")]
 )
-def test_where_nothing_can_hold_it_requests_run_all_the_same(command: tuple[str, ...]) -> None:
+def test_requests_run_without_a_program_that_inhibits_sleep(command: tuple[str, ...]) -> None:
     async def scene() -> None:
         awake = SleepInhibitor(command, after_s=0.0)
         for _ in range(3):
@@ -95,7 +95,7 @@ def test_where_nothing_can_hold_it_requests_run_all_the_same(command: tuple[str,
     asyncio.run(scene())
 
 
-def test_it_is_let_go_with_the_process(tmp_path: Path) -> None:
+def test_sleep_is_allowed_again_after_the_process_ends(tmp_path: Path) -> None:
     file = tmp_path / "state"
     code = (
         "import asyncio, os, sys, pathlib\n"

@@ -28,7 +28,7 @@ def http() -> Iterator[httpx.Client]:
         ("PUT", "/v1/responses/x", "DELETE, GET, HEAD"),
     ],
 )
-def test_another_method_is_told_which_ones_there_are(
+def test_a_wrong_method_is_answered_with_the_allowed_ones(
     http: httpx.Client, method: str, path: str, answers: str
 ) -> None:
     reply = http.request(method, path, json={})
@@ -38,7 +38,7 @@ def test_another_method_is_told_which_ones_there_are(
 
 
 @pytest.mark.parametrize("name", ["smollm2", "SmolLM2-135M", "smollm2-135m-instrukt"])
-def test_half_a_name_and_a_wrong_letter_are_told_the_whole_name(
+def test_a_partial_or_mistyped_model_name_is_answered_with_the_complete_name(
     http: httpx.Client, name: str
 ) -> None:
     reply = http.post("/v1/completions", json={"prompt": "a", "model": name})
@@ -46,7 +46,9 @@ def test_half_a_name_and_a_wrong_letter_are_told_the_whole_name(
     assert reply.json()["error"]["hint"] == "did you mean smollm2-135m-instruct?"
 
 
-def test_a_model_that_can_not_fill_in_says_where_one_is_found(http: httpx.Client) -> None:
+def test_the_error_for_a_model_without_fill_in_names_the_way_to_find_one(
+    http: httpx.Client,
+) -> None:
     reply = http.post("/v1/completions", json={"prompt": "a", "suffix": "b"})
     assert reply.status_code == 400
     assert "recommend --for autocomplete" in reply.json()["error"]["hint"]

@@ -18,7 +18,7 @@ _DEAR = (
 _ASKED = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 
 
-def test_others_are_answered_while_a_template_runs_on() -> None:
+def test_other_models_answer_while_a_template_runs_endlessly() -> None:
     models = {"endless": ScriptedEngine(chat_template=_ENDLESS), "plain": ScriptedEngine()}
     with (
         running_server(models) as server,

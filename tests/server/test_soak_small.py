@@ -123,7 +123,7 @@ def test_the_accounting_knows_a_hung_request(leaves: float | None, end: str) -> 
     assert asyncio.run(run()) == end
 
 
-def test_growth_is_that_of_the_last_two_thirds() -> None:
+def test_growth_is_measured_over_the_last_two_thirds() -> None:
     warming = [100 + i for i in range(40)]
     assert growth([*warming, *[140] * 80]) == 0
     assert growth([100 + i for i in range(120)]) > 0.5
@@ -138,6 +138,6 @@ def test_growth_is_that_of_the_last_two_thirds() -> None:
         (Use(100e6, 10, 9), ["worker: +3 threads"]),
     ],
 )
-def test_an_hour_is_level_if_nothing_rises_above_its_bar(worker: Use, said: list[str]) -> None:
+def test_memory_is_stable_if_no_figure_rises_above_its_limit(worker: Use, said: list[str]) -> None:
     before = {role: Use(100e6, 10, 6) for role in ("server", "worker")}
     assert grown(before, {**before, "worker": worker}) == said

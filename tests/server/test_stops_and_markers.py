@@ -157,7 +157,7 @@ def ask(server: Running, dialect: str, asked: dict[str, Any], stream: bool) -> t
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("dialect", PATHS)
 @pytest.mark.parametrize("name", MODELS)
-def test_stops_and_markers_count_where_they_should(
+def test_stop_texts_and_markers_apply_only_in_the_right_places(
     server: Running, engines: dict[str, ScriptedEngine], name: str, dialect: str, stream: bool
 ) -> None:
     m = MODELS[name]
@@ -196,7 +196,7 @@ def test_a_quoted_marker_of_a_call_is_text(
             assert ask(server, "chat", body("chat", name, [], True), stream) == (text, "")
 
 
-def test_a_stop_of_white_space_does_not_match_the_space_behind_the_reasoning(
+def test_a_white_space_stop_does_not_match_the_space_after_the_reasoning(
     server: Running, engines: dict[str, ScriptedEngine]
 ) -> None:
     m = MODELS["hermes"]

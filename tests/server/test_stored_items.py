@@ -70,7 +70,7 @@ def test_a_reference_stands_for_its_item(http: httpx.Client, engine: ScriptedEng
     assert '"q": "x"' in str(by_reference)
 
 
-def test_a_reference_to_nothing_says_what_to_send(http: httpx.Client) -> None:
+def test_a_reference_to_an_unknown_item_is_refused_with_a_solution(http: httpx.Client) -> None:
     kept = create(http, "Hi.")["output"][0]["id"]
     lost = create(http, "Hi.", store=False)["output"][0]["id"]
     for item_id, status in ((kept, 200), (lost, 400), ("msg_nobody", 400)):
@@ -81,7 +81,7 @@ def test_a_reference_to_nothing_says_what_to_send(http: httpx.Client) -> None:
             assert "does not store" in reply.text
 
 
-def test_a_deleted_response_takes_its_items_along(http: httpx.Client) -> None:
+def test_deleting_a_response_deletes_its_items(http: httpx.Client) -> None:
     body = create(http, "Hi.")
     assert http.delete(f"{RESPONSES}/{body['id']}").json()["deleted"] is True
     reference = {"type": "item_reference", "id": body["output"][0]["id"]}
@@ -90,7 +90,7 @@ def test_a_deleted_response_takes_its_items_along(http: httpx.Client) -> None:
     assert http.delete(f"{RESPONSES}/{body['id']}").status_code == 404
 
 
-def test_a_response_says_what_it_answered(http: httpx.Client) -> None:
+def test_the_input_items_of_a_response_can_be_listed(http: httpx.Client) -> None:
     first = create(http, "One.")
     second = create(http, [{"role": "user", "content": "Two."}, {"role": "user",
         "content": "Three."}],
@@ -109,7 +109,7 @@ def test_a_response_says_what_it_answered(http: httpx.Client) -> None:
     assert http.get(f"{RESPONSES}/resp_nobody/input_items").status_code == 404
 
 
-def test_a_response_that_ended_is_not_cancelled(http: httpx.Client) -> None:
+def test_cancelling_a_completed_response_is_refused(http: httpx.Client) -> None:
     body = create(http, "Hi.")
     reply = http.post(f"{RESPONSES}/{body['id']}/cancel")
     assert (reply.status_code, "background" in reply.json()["error"]["message"]) == (400, True)
@@ -143,7 +143,7 @@ def test_stored_items_have_all_that_their_types_have(http: httpx.Client) -> None
     assert all(item["status"] == "completed" for item in items if item["type"] != "reasoning")
 
 
-def test_a_response_says_what_it_wrote_to_the_cache(http: httpx.Client) -> None:
+def test_the_usage_of_a_response_has_the_tokens_written_to_the_cache(http: httpx.Client) -> None:
     usage = create(http, "Hi.")["usage"]
     details = usage["input_tokens_details"]
     assert details["cache_write_tokens"] == usage["input_tokens"] - details["cached_tokens"]

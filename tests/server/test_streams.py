@@ -187,7 +187,9 @@ def test_anthropic_pings_while_waiting_and_errors_in_its_shape(
     assert (r.status_code, r.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_ollama_lines(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_ollamas_stream_has_text_and_calls_in_its_lines(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     engine.script = CALL
     seen = lines(http, "/api/chat", {"messages": HI, "tools": [TOOL]})
     assert "".join(line["message"]["content"] for line in seen) == "Let me see."
@@ -214,7 +216,9 @@ def test_ollama_errors_are_its_own(http: httpx.Client, engine: ScriptedEngine) -
     assert lines(http, "/api/chat", {"messages": HI})[-1] == {"error": "gone"}
 
 
-def test_llamacpp_completion_stream(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_llama_cpps_completion_stream_has_its_fields(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     engine.script = ["ab", "cd"]
     seen = [d for _, d in events(http, "/completion", {"prompt": "x"})]
     assert [d["content"] for d in seen] == ["ab", "cd", ""]
@@ -222,7 +226,9 @@ def test_llamacpp_completion_stream(http: httpx.Client, engine: ScriptedEngine) 
     assert seen[-1]["timings"]["predicted_n"] == 4
 
 
-def test_completions_stream(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_a_completions_stream_has_its_choices_and_usage(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     engine.script = ["ab", "cd"]
     body = {"prompt": ["x", "y"], "echo": True, "stream_options": {"include_usage": True}}
     seen = [d for _, d in events(http, "/v1/completions", body)]
@@ -265,7 +271,7 @@ REASONED = ["Hm, ", "two.", "</think>\n\n", "It is", " 2."]
         ),
     ],
 )
-def test_reasoning_is_apart_in_every_dialect(
+def test_reasoning_is_separate_in_every_dialect(
     http: httpx.Client, thinker: ScriptedEngine, path, body, find
 ) -> None:
     thinker.script = REASONED
@@ -357,7 +363,7 @@ def test_every_dialect_reports_the_same_context(http: httpx.Client) -> None:
     assert numbers == {4096}
 
 
-def test_what_editors_probe_for(http: httpx.Client) -> None:
+def test_the_requests_that_editors_probe_with_are_answered(http: httpx.Client) -> None:
     assert http.get("/").text == "Ollama is running"
     assert http.head("/").status_code == 200
     assert tuple(map(int, http.get("/api/version").json()["version"].split("."))) >= (0, 6, 4)
@@ -370,7 +376,7 @@ def test_what_editors_probe_for(http: httpx.Client) -> None:
     assert http.post("/v1/completions/", json={"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
-def test_a_model_is_never_loaded_by_looking_at_it() -> None:
+def test_routes_that_describe_a_model_do_not_load_it() -> None:
     engine = ScriptedEngine()
     with (
         running_server({"tiny": engine}) as running,

@@ -59,7 +59,9 @@ def claude(running: Running) -> anthropic.Anthropic:
     ],
     ids=str,
 )  # fmt: skip
-def test_chats(client: openai.OpenAI, more: dict[str, Any]) -> None:
+def test_openais_client_reads_chats_in_strict_mode(
+    client: openai.OpenAI, more: dict[str, Any]
+) -> None:
     whole = client.chat.completions.create(model="tiny", messages=HI, **more)
     assert whole.choices[0].finish_reason in ("stop", "tool_calls", "length")
     chunks = list(
@@ -70,7 +72,7 @@ def test_chats(client: openai.OpenAI, more: dict[str, Any]) -> None:
     assert chunks[-1].usage is not None
 
 
-def test_completions_and_lists(client: openai.OpenAI) -> None:
+def test_openais_client_reads_completions_and_lists_in_strict_mode(client: openai.OpenAI) -> None:
     assert client.completions.create(model="tiny", prompt="a", logprobs=2).choices[0].text
     # Its type does not allow the null that OpenAI's own stream has until the end.
     loose = openai.OpenAI(base_url=client.base_url, api_key="x", max_retries=0)
@@ -89,7 +91,9 @@ def test_completions_and_lists(client: openai.OpenAI) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_responses(client: openai.OpenAI, more: dict[str, Any]) -> None:
+def test_openais_client_reads_responses_in_strict_mode(
+    client: openai.OpenAI, more: dict[str, Any]
+) -> None:
     whole = client.responses.create(model="tiny", input="hi", **more)
     assert client.responses.retrieve(whole.id).id == whole.id
     assert list(client.responses.input_items.list(whole.id))

@@ -119,7 +119,7 @@ def test_answers_have_the_form_of_their_question(http: httpx.Client) -> None:
     assert (one["score"], one["confidence"], one["probabilities"]) == (0, 1, {"0": 1})
 
 
-def test_with_all_orders_it_does_not_matter_in_which_one_the_options_are_sent(
+def test_with_all_orders_the_order_of_the_options_does_not_matter(
     http: httpx.Client,
 ) -> None:
     names = ["billing", "bugs", "accounts"]
@@ -141,7 +141,7 @@ def test_with_all_orders_it_does_not_matter_in_which_one_the_options_are_sent(
     assert once != pytest.approx(found[0], abs=0.02)
 
 
-def test_the_engine_tells_the_log_probability_of_any_token_by_name(few_layers: Path) -> None:
+def test_the_engine_returns_the_log_probability_of_any_requested_token(few_layers: Path) -> None:
     async def top(supervisor: Supervisor, generation: Generation) -> list[tuple[int, float]]:
         engine = await supervisor.engine()
         heard: list[Event] = []
@@ -219,7 +219,7 @@ def test_what_can_not_be_asked_is_refused_by_its_name(
     assert (r.status_code, r.json()["error"]["param"]) == (400, param)
 
 
-def test_a_model_that_can_not_decide_says_so_by_501(tmp_path: Path) -> None:
+def test_a_model_that_cannot_decide_is_answered_with_501(tmp_path: Path) -> None:
     # A byte tokenizer has no label of one token after a space. An embedding model has no next
     # token.
     from localllm.server.models.router import ServedModel
@@ -260,7 +260,7 @@ def test_a_key_with_a_name_asks_but_does_not_fit() -> None:
         )
 
 
-def test_the_official_client(server: Running) -> None:
+def test_the_official_client_works(server: Running) -> None:
     sdk = pytest.importorskip(
         "typesafe_sdk", reason="TypeSafe's own client: pip install typesafe-sdk"
     )

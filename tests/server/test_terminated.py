@@ -77,7 +77,7 @@ def cached_of(client: httpx.Client) -> tuple[int, int]:
     return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
 
 
-def test_terminating_the_group_ends_streams_well_and_keeps_what_was_computed(
+def test_terminating_the_group_ends_streams_cleanly_and_keeps_their_kv(
     few_layers: Path,
 ) -> None:
     with serving(few_layers) as (process, client):
@@ -96,7 +96,7 @@ def test_terminating_the_group_ends_streams_well_and_keeps_what_was_computed(
     assert cached >= prompt - 32, (cached, prompt)
 
 
-def test_a_stream_that_is_not_waited_for_says_why_it_ends(
+def test_a_stream_cut_at_shutdown_gives_the_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stream that is cut at shutdown tells its client the reason.
@@ -121,7 +121,7 @@ def test_a_stream_that_is_not_waited_for_says_why_it_ends(
     assert [r.getMessage() for r in caplog.records if r.exc_info] == []
 
 
-def test_terminating_the_group_after_an_answer_keeps_what_was_computed(few_layers: Path) -> None:
+def test_terminating_the_group_after_an_answer_keeps_its_kv(few_layers: Path) -> None:
     with serving(few_layers) as (process, client):
         assert client.post("/v1/completions", json={**ask(8), "stream": False}).status_code == 200
         os.killpg(process.pid, signal.SIGTERM)
@@ -131,7 +131,9 @@ def test_terminating_the_group_after_an_answer_keeps_what_was_computed(few_layer
     assert cached >= prompt - 32, (cached, prompt)
 
 
-def test_a_worker_whose_server_is_killed_in_mid_answer_writes_and_leaves(few_layers: Path) -> None:
+def test_a_worker_whose_server_is_killed_during_an_answer_writes_its_kv_and_exits(
+    few_layers: Path,
+) -> None:
     with serving(few_layers) as (process, client):
         [worker] = [
             p

@@ -68,7 +68,9 @@ def test_every_dialects_budget_reaches_the_engine(
 
 
 @pytest.mark.parametrize(("path", "body"), FIELDS, ids=str)
-def test_a_model_without_reasoning_says_that_it_ignores_it(path: str, body: dict[str, Any]) -> None:
+def test_a_budget_for_a_model_without_reasoning_is_named_as_ignored(
+    path: str, body: dict[str, Any]
+) -> None:
     engine = ScriptedEngine(chat_template=TURNS)
     with running_server({"tiny": engine}) as running:
         reply = ask(running.url, path, body)
@@ -138,7 +140,7 @@ def test_a_models_reasoning_ends_at_the_budget_and_its_answer_follows(thinker: s
     assert 20 <= held["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 28
 
 
-def test_a_models_answer_to_a_schema_comes_behind_the_budget(thinker: str) -> None:
+def test_an_answer_to_a_schema_follows_after_the_reasoning_budget(thinker: str) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"enum": [1, 2]}},
@@ -151,7 +153,7 @@ def test_a_models_answer_to_a_schema_comes_behind_the_budget(thinker: str) -> No
     assert json.loads(message["content"])["a"] in (1, 2)
 
 
-def test_a_budget_of_nothing_is_an_answer_without_reasoning(thinker: str) -> None:
+def test_a_budget_of_zero_gives_an_answer_without_reasoning(thinker: str) -> None:
     message = ask(
         thinker, "/v1/chat/completions", {**QUESTION, "max_tokens": 30, "thinking_budget": 0}
     ).json()["choices"][0]["message"]

@@ -43,7 +43,7 @@ AT_ONCE = ThinkingLimit(0, "<think>", "</think>", "\n\n", opened=True)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_it_is_off_in_every_spelling(path: str) -> None:
+def test_reasoning_is_off_with_every_common_setting(path: str) -> None:
     switched, opened, own = (ScriptedEngine(chat_template=t) for t in (SWITCH, OPENED, OWN))
     with running_server({"switched": switched, "opened": opened, "own": own}) as running:
         for spelled in SPELLINGS:
@@ -60,7 +60,9 @@ def test_it_is_off_in_every_spelling(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_real_model_whose_template_opens_it_answers_at_once(few_layers: Path, path: str) -> None:
+def test_a_real_model_whose_template_opens_reasoning_answers_at_once(
+    few_layers: Path, path: str
+) -> None:
     with running_server([ServedModel("toy", Thinker(few_layers, OPENED))]) as running:
         body = {**PATHS[path], "think": False, "seed": 1}
         if path.startswith("/api"):
@@ -103,7 +105,7 @@ def test_reasoning_may_be_left_out(path: str, field: dict[str, Any], stream: boo
 
 
 @pytest.mark.parametrize(("path", "field"), HIDING, ids=str)
-def test_a_model_without_reasoning_names_what_would_hide_it(
+def test_a_field_that_hides_reasoning_is_named_as_ignored_without_reasoning(
     path: str, field: dict[str, Any]
 ) -> None:
     with running_server({"tiny": ScriptedEngine()}) as running:

@@ -36,7 +36,7 @@ def path() -> Iterator[Path]:
         yield Path(folder) / "s.sock"
 
 
-def test_it_answers_health_and_chat_over_the_socket_and_leaves_nothing_behind(path: Path) -> None:
+def test_health_and_chat_work_over_the_socket_and_its_file_is_removed(path: Path) -> None:
     settings = ServerSettings(unix_socket=str(path)).secured()
     assert settings.api_key is None  # the file's permissions replace the key
 
@@ -59,7 +59,7 @@ def test_it_answers_health_and_chat_over_the_socket_and_leaves_nothing_behind(pa
     asyncio.run(story())
 
 
-def test_a_foreign_origin_is_refused_there_too(path: Path) -> None:
+def test_a_foreign_origin_is_refused_on_the_socket_too(path: Path) -> None:
     async def story() -> None:
         app = create_app(
             ModelRouter({"m": ScriptedEngine()}),
@@ -85,7 +85,7 @@ def test_a_dead_socket_is_replaced_and_a_live_one_is_not(path: Path) -> None:
         assert path.exists()
 
 
-def test_a_live_socket_that_is_too_busy_to_answer_stays(path: Path) -> None:
+def test_a_live_socket_too_busy_to_answer_is_not_replaced(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as first:
         busy.bind(str(path))
         busy.listen(0)
@@ -107,7 +107,7 @@ def test_a_socket_of_another_kind_stays(path: Path) -> None:
         assert path.exists()
 
 
-def test_a_link_to_a_socket_stays_and_so_does_another_user_s(
+def test_a_link_to_a_socket_and_another_users_socket_are_not_replaced(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead = socket.socket(socket.AF_UNIX)
@@ -124,7 +124,7 @@ def test_a_link_to_a_socket_stays_and_so_does_another_user_s(
     assert path.exists()
 
 
-def test_a_socket_that_took_its_place_is_not_removed_at_the_end(path: Path) -> None:
+def test_another_servers_socket_at_the_path_is_not_removed_at_the_end(path: Path) -> None:
     with listening(ServerSettings(unix_socket=str(path)).secured()):
         path.unlink()
         theirs = socket.socket(socket.AF_UNIX)
@@ -133,7 +133,7 @@ def test_a_socket_that_took_its_place_is_not_removed_at_the_end(path: Path) -> N
     theirs.close()
 
 
-def test_what_is_no_socket_is_left_alone(path: Path) -> None:
+def test_a_file_that_is_not_a_socket_is_not_changed(path: Path) -> None:
     path.write_text("a letter")
     with pytest.raises(UsageError, match="not a socket"):
         bind_unix(path)
@@ -141,7 +141,7 @@ def test_what_is_no_socket_is_left_alone(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing/s.sock", "x" * 200])
-def test_a_path_that_cannot_be_one_says_why(path: Path, name: str) -> None:
+def test_an_invalid_socket_path_is_an_error_with_the_reason(path: Path, name: str) -> None:
     before = os.umask(0o022)
     os.umask(before)
     with pytest.raises(UsageError, match="can't listen on the socket"):

@@ -117,7 +117,7 @@ def test_the_tables_rows_are_answered_alike(
         assert through.headers["x-localllm-ran-on"] == "lab"
 
 
-def test_a_stream_comes_as_it_is(
+def test_a_stream_of_an_upstream_is_passed_on_unchanged(
     both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine
 ) -> None:
     engine.script = ("Hello", " world", "!")
@@ -127,7 +127,7 @@ def test_a_stream_comes_as_it_is(
     assert said[1].text.rstrip().endswith("data: [DONE]")
 
 
-def test_pieces_are_not_kept_back(
+def test_pieces_of_a_stream_are_passed_on_at_once(
     both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine
 ) -> None:
     gate = Gate()
@@ -139,7 +139,7 @@ def test_pieces_are_not_kept_back(
         assert any("second" in line for line in lines)
 
 
-def test_who_leaves_ends_it_there(
+def test_a_client_that_disconnects_ends_the_request_at_the_upstream(
     both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine
 ) -> None:
     gate, before = Gate(), len(engine.cancelled)
@@ -150,7 +150,7 @@ def test_who_leaves_ends_it_there(
     gate.open()
 
 
-def test_the_list_says_where_each_runs(both: tuple[httpx.Client, httpx.Client]) -> None:
+def test_the_list_shows_where_each_model_runs(both: tuple[httpx.Client, httpx.Client]) -> None:
     models = {m["id"]: m for m in both[1].get("/v1/models").json()["data"]}
     assert models["local"]["runs_on"] == "this server"
     assert {models[name]["runs_on"] for name in ("tiny", "small", "renamed")} == {"lab"}
@@ -159,7 +159,7 @@ def test_the_list_says_where_each_runs(both: tuple[httpx.Client, httpx.Client]) 
     assert "127.0.0.1" not in both[1].get("/v1/models").text
 
 
-def test_another_name_there(
+def test_a_model_may_have_another_name_at_the_upstream(
     both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine
 ) -> None:
     engine.script = ("fine",)
@@ -167,7 +167,7 @@ def test_another_name_there(
     assert answer.json()["choices"][0]["message"]["content"] == "fine"
 
 
-def test_other_dialects_are_refused_by_name_or_handed_on(
+def test_other_dialects_are_refused_with_the_upstreams_name_or_forwarded(
     behind: Running, engine: ScriptedEngine
 ) -> None:
     body = {"model": "tiny", "max_tokens": 9, "messages": CHAT["messages"]}
@@ -182,7 +182,7 @@ def test_other_dialects_are_refused_by_name_or_handed_on(
         assert answer.json()["content"][0]["text"] == "fine"
 
 
-def test_local_first_and_a_spill_only_where_it_is_said(
+def test_a_local_model_is_used_first_and_an_upstream_only_if_spill_is_set(
     behind: Running, engine: ScriptedEngine
 ) -> None:
     engine.script = ("from the lab",)
@@ -202,7 +202,7 @@ def test_local_first_and_a_spill_only_where_it_is_said(
             gate.open()
 
 
-def test_one_that_is_not_there() -> None:
+def test_an_unreachable_upstream_is_an_error_without_its_address_and_key() -> None:
     gone = Upstream("gone", "http://127.0.0.1:9/v1", models={"tiny": "tiny"}, key="secret")
     with running_server(ModelRouter([], upstreams=Upstreams([gone]))) as running:
         answer = httpx.post(running.url + "/v1/chat/completions", json=CHAT, trust_env=False)
@@ -234,7 +234,7 @@ def breaking_off(said: bytes) -> tuple[socket.socket, threading.Thread]:
     return listening, thread
 
 
-def test_one_that_breaks_off_ends_in_an_error_behind_what_it_said() -> None:
+def test_an_upstream_that_breaks_off_causes_an_error_after_its_text() -> None:
     listening, thread = breaking_off(b'data: {"first": 1}\n\n')
     url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
     upstream = Upstream("brittle", url, models={"tiny": "tiny"})
@@ -248,7 +248,9 @@ def test_one_that_breaks_off_ends_in_an_error_behind_what_it_said() -> None:
     thread.join()
 
 
-def test_what_it_lists_is_offered(behind: Running, engine: ScriptedEngine) -> None:
+def test_the_models_that_an_upstream_lists_are_offered(
+    behind: Running, engine: ScriptedEngine
+) -> None:
     engine.script = ("listed",)
     with (
         front(behind, models={}) as running,
@@ -263,7 +265,7 @@ def test_what_it_lists_is_offered(behind: Running, engine: ScriptedEngine) -> No
         assert missing.status_code == 404
 
 
-def test_an_ollama_client_finds_what_is_reached_in_its_dialect(
+def test_an_ollama_client_finds_models_that_its_dialect_can_reach(
     both: tuple[httpx.Client, httpx.Client],
 ) -> None:
     listed = {m["name"]: m for m in both[1].get("/api/tags").json()["models"]}
@@ -274,6 +276,6 @@ def test_an_ollama_client_finds_what_is_reached_in_its_dialect(
     )
 
 
-def test_and_none_that_is_not(behind: Running) -> None:
+def test_an_ollama_client_finds_no_model_that_its_dialect_cannot_reach(behind: Running) -> None:
     with front(behind) as running:
         assert httpx.get(running.url + "/api/tags", trust_env=False).json() == {"models": []}

@@ -63,13 +63,17 @@ def test_reasoning_before_a_schema_is_counted(http: httpx.Client, engine: Script
     assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == len("four</think>")
 
 
-def test_a_plain_answer_has_none(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_an_answer_without_reasoning_has_no_reasoning_tokens(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     engine.script = ["hello"]
     reply = http.post("/v1/chat/completions", json={"messages": HI}).json()
     assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
-def test_schema_tools_and_reasoning_together(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_schema_tools_and_reasoning_work_in_one_request(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     """Reasoning is unconstrained. Then one grammar allows the schema's answer or a call.
 
     No text is constrained twice.

@@ -69,7 +69,7 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_files_instructions_are_the_beginning_of_the_first_prompt(file: Path) -> None:
+def test_a_files_instructions_are_a_prefix_of_the_first_prompt(file: Path) -> None:
     engine = ScriptedEngine(["Here."])
 
     async def play() -> None:

@@ -57,7 +57,7 @@ def gate() -> Iterator[Gate]:
     made.open()
 
 
-def test_it_answers_about_itself_and_requests_wait(
+def test_while_a_model_loads_status_routes_answer_and_requests_wait(
     smollm2: Path, tiny_model: Path, gate: Gate
 ) -> None:
     slow, quick = (
@@ -106,7 +106,7 @@ def test_it_answers_about_itself_and_requests_wait(
         )
 
 
-def test_a_load_that_fails_is_told_and_others_are_served(
+def test_a_failed_load_is_reported_and_other_models_are_served(
     tiny_model: Path, tmp_path: Path, gate: Gate
 ) -> None:
     broken = tmp_path / "broken.gguf"
@@ -134,7 +134,7 @@ def test_a_load_that_fails_is_told_and_others_are_served(
         assert states["broken"] == {"value": "unloaded", "failed": True}
 
 
-def test_when_no_model_could_be_loaded_health_says_so(tiny_model: Path, tmp_path: Path) -> None:
+def test_health_reports_that_no_model_could_be_loaded(tiny_model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(tiny_model.read_bytes()[:3000])
     with (
@@ -148,7 +148,9 @@ def test_when_no_model_could_be_loaded_health_says_so(tiny_model: Path, tmp_path
         )
 
 
-def test_a_load_nobody_waits_for_any_more_is_given_up(smollm2: Path, gate: Gate) -> None:
+def test_a_load_that_all_clients_left_ends_and_the_model_works_later(
+    smollm2: Path, gate: Gate
+) -> None:
     model = ServedModel("slow", worker(smollm2, gate))
     with running_server([model]) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         with http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as stream:
@@ -186,7 +188,7 @@ class HalfLoaded:
         ("/completion", {"prompt": "a"}),
     ],
 )
-def test_a_stream_that_waits_is_told_how_much_is_loaded(path: str, body: dict[str, Any]) -> None:
+def test_a_waiting_stream_gets_the_share_that_is_loaded(path: str, body: dict[str, Any]) -> None:
     host = HalfLoaded()
     slow = ServedModel("slow", worker=ModelWorker("slow", PlannedModel(host, loading=host.loading)))
     with (

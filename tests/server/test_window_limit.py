@@ -55,7 +55,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("said", ["", "I write it.\n"])
-def test_a_call_behind_a_lead(path: str, said: str) -> None:
+def test_a_call_after_text_is_limited_by_the_context(path: str, said: str) -> None:
     engine = ScriptedEngine([said, CALL], chat_template=TEMPLATE)
     with running_server({"m": engine}) as server:
         reply = httpx.post(server.url + path, json=BODIES[path], trust_env=False)
@@ -63,7 +63,7 @@ def test_a_call_behind_a_lead(path: str, said: str) -> None:
     assert "write" in reply.text
 
 
-def test_an_answer_behind_reasoning() -> None:
+def test_an_answer_after_reasoning_is_limited_by_the_context() -> None:
     engine = ScriptedEngine(["So.</think>", '{"text": "hi"}'], chat_template=TEMPLATE)
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     asked = {
@@ -108,7 +108,9 @@ def http(smollm2: Path) -> Iterator[httpx.Client]:
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_on_a_real_model(http: httpx.Client, choice: str, stream: bool) -> None:
+def test_a_real_model_is_limited_by_the_context(
+    http: httpx.Client, choice: str, stream: bool
+) -> None:
     number = {
         "type": "object",
         "properties": {"n": {"enum": [1, 2]}},

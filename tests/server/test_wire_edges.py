@@ -62,7 +62,7 @@ def _request(server: Running, target: str, host: str | None = None) -> bytes:
     ["http://localhost:1/v1/chat/completions", "HTTPS://127.0.0.1/v1/chat/completions?a=1", "//v1/chat/completions",
      "/v1//chat///completions", "http://localhost//v1/chat/completions/"],
 )  # fmt: skip
-def test_a_target_means_its_path(server: Running, target: str) -> None:
+def test_every_form_of_request_target_selects_its_path(server: Running, target: str) -> None:
     assert b" 200 " in _answer(server, _request(server, target))[:20]
 
 
@@ -80,7 +80,7 @@ def test_the_host_of_an_absolute_target_counts(server: Running) -> None:
 
 
 @pytest.mark.parametrize("lines", [b"\r\n", b"\r\n\r\n", b"\n"])
-def test_empty_lines_before_a_request_are_nothing(server: Running, lines: bytes) -> None:
+def test_empty_lines_before_a_request_are_ignored(server: Running, lines: bytes) -> None:
     assert b" 200 " in _answer(server, lines + _request(server, "/v1/chat/completions"))[:20]
 
 
@@ -103,7 +103,7 @@ def _is_of_its_dialect(path: str, answer: httpx.Response) -> bool:
 
 
 @pytest.mark.parametrize("path", EVERY)
-def test_what_is_refused_before_the_routes_has_the_envelope_of_its_path(path: str) -> None:
+def test_a_refusal_before_routing_has_the_error_format_of_its_path(path: str) -> None:
     key = NamedKey("k", sha256(b"secret").digest(), requests_per_minute=1)
     settings: dict[str, Any] = {
         "api_key": "s",
@@ -187,7 +187,7 @@ def test_a_client_that_closes_its_sending_half_gets_its_answer(
 
 
 @pytest.mark.parametrize(("path", "more", "end"), BEHIND)
-def test_a_client_that_leaves_behind_that_is_gone(
+def test_a_client_that_closes_fully_after_half_closing_cancels_its_request(
     path: str, more: dict[str, Any], end: bytes
 ) -> None:
     gate = Gate()
@@ -200,7 +200,7 @@ def test_a_client_that_leaves_behind_that_is_gone(
 
 
 @pytest.mark.parametrize(("version", "size"), [("1.0", 9), ("1.1", 120_000)])
-def test_a_stream_is_whole_to_a_client_that_reads_late(version: str, size: int) -> None:
+def test_a_client_that_reads_late_gets_the_complete_stream(version: str, size: int) -> None:
     """A client that reads late gets the whole stream in order.
 
     Data that the system's buffers cannot take waits, and later data does not overtake it.
