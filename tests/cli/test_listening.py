@@ -110,7 +110,7 @@ def test_a_machine_without_ipv6_listens_on_ipv4(monkeypatch: pytest.MonkeyPatch)
 # --- the key --------------------------------------------------------------------------------------
 
 
-def test_a_made_up_key_is_kept_between_starts_and_only_its_owner_reads_it() -> None:
+def test_a_generated_key_is_stored_between_starts_and_readable_only_by_its_owner() -> None:
     first = server_settings(Settings({"host": "0.0.0.0"}))
     assert first.generated_key
     assert first.api_key == server_settings(Settings({"host": "0.0.0.0"})).api_key
@@ -158,7 +158,7 @@ def test_a_folder_where_no_key_can_be_written_is_an_error(
         kept_key()
 
 
-def test_the_key_is_shown_to_the_quiet_too(tiny_model: Path) -> None:
+def test_the_key_is_shown_with_quiet_too(tiny_model: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -201,7 +201,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
     return files
 
 
-def test_it_is_served_over_tls(certificate: TlsFiles) -> None:
+def test_requests_are_served_over_tls(certificate: TlsFiles) -> None:
     with running_server({"tiny": ScriptedEngine()}, host="127.0.0.1", tls=certificate) as server:
         trusted = ssl.create_default_context(cafile=str(certificate.certificate))
         with httpx.Client(
@@ -267,7 +267,7 @@ def test_the_address_is_https_and_one_file_may_contain_certificate_and_key(
         (None, "key.pem", "--tls-cert"),
     ],
 )
-def test_files_that_can_not_be_used_say_why_before_anything_loads(
+def test_unusable_tls_files_are_refused_with_the_reason_before_anything_loads(
     certificate: TlsFiles, tmp_path: Path, cert: str | None, key: str | None, says: str
 ) -> None:
     assert certificate.key is not None

@@ -133,7 +133,7 @@ def test_an_installed_embedding_model_is_recognised_when_it_is_requested(folder:
         assert ask(http, "vectors").status_code == 400
 
 
-def test_with_only_no_other_model_is_offered_but_all_names_of_the_named_one_are(
+def test_only_offers_the_named_model_under_all_of_its_names(
     folder: Path,
 ) -> None:
     models = router("alpha-Q4_0", only=True)

@@ -102,7 +102,9 @@ strangers = pytest.mark.parametrize(
 
 
 @strangers
-def test_any_number_without_a_key_keeps_nobody_waiting(sends: bytes, answers: bool) -> None:
+def test_any_number_of_connections_without_a_key_delays_no_client(
+    sends: bytes, answers: bool
+) -> None:
     """Clients with a key are answered long before any of these connections would time out."""
     limits = {"idle_unknown_timeout_s": 300.0, "header_timeout_s": 300.0, "body_timeout_s": 300.0}
     with (
@@ -113,7 +115,7 @@ def test_any_number_without_a_key_keeps_nobody_waiting(sends: bytes, answers: bo
 
 
 @strangers
-def test_any_number_without_a_key_ends(sends: bytes, answers: bool) -> None:
+def test_any_number_of_connections_without_a_key_is_closed(sends: bytes, answers: bool) -> None:
     limits = {"idle_unknown_timeout_s": 0.3, "header_timeout_s": 1.0}
     with (
         running_server({"tiny": ScriptedEngine()}, api_key="s3cret", **limits) as server,
@@ -149,7 +151,7 @@ def test_a_refused_body_that_goes_on_coming_does_not_hold_its_connection() -> No
         until(trickles, "it stays open")
 
 
-def test_who_was_let_in_rests_longer_than_a_stranger() -> None:
+def test_an_admitted_connection_may_be_idle_longer_than_an_unknown_one() -> None:
     let_in = REFUSED.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer s3cret\r\n\r\n")
     with (
         running_server(
@@ -177,7 +179,7 @@ def test_an_admitted_idle_connection_is_closed_too() -> None:
         assert s.recv(1) == b""
 
 
-def test_a_known_one_that_rests_makes_room_and_busy_ones_do_not() -> None:
+def test_an_idle_known_connection_is_closed_for_a_new_one_and_busy_ones_are_not() -> None:
     gate = Gate()
     engine = ScriptedEngine(script=lambda request: [gate, "done"])
     with running_server({"tiny": engine}, max_connections=2, max_unknown_connections=2) as server:

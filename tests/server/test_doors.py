@@ -92,7 +92,7 @@ def test_a_name_the_user_allowed_is_served_and_no_other(allowing: httpx.Client) 
 
 
 @pytest.mark.parametrize("host", FOREIGN_NAMES)
-def test_no_name_that_a_page_can_point_here_is_served_whatever_else_is_right(
+def test_a_host_name_that_a_web_page_can_rebind_is_refused_even_with_a_key(
     keyed: httpx.Client, plain: httpx.Client, allowing: httpx.Client, host: str
 ) -> None:
     """DNS rebinding is refused for every combination of origin and key.
@@ -232,7 +232,7 @@ def test_other_names_below_localhost_need_a_key(keyed: httpx.Client, plain: http
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/openapi.json", "/"])
-def test_a_foreign_page_can_not_even_ask_without_an_origin(plain: httpx.Client, path: str) -> None:
+def test_a_foreign_page_cannot_send_a_get_without_an_origin(plain: httpx.Client, path: str) -> None:
     """An <img> or <script> of any web site sends a GET without an Origin."""
     assert plain.get(path, headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
     for site in ("none", "same-origin", "same-site"):

@@ -110,7 +110,7 @@ def test_a_heavy_body_is_refused(server: Running, kind: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", HEAVY)
-def test_nobody_waits_for_a_heavy_body(server: Running, kind: str) -> None:
+def test_a_heavy_body_delays_no_other_client(server: Running, kind: str) -> None:
     body, said = HEAVY[kind](), []
     # Other programs can delay one measurement, so one good round of three is enough.
     waits_s = [_longest_wait_s(server, lambda: said.append(_post(server, body)))]
@@ -121,7 +121,7 @@ def test_nobody_waits_for_a_heavy_body(server: Running, kind: str) -> None:
 
 
 @pytest.mark.long
-def test_nobody_waits_for_ten_packed_ones(server: Running) -> None:
+def test_ten_compressed_bodies_delay_no_other_client(server: Running) -> None:
     body, said = gzip.compress(_chat("word " * 6_000_000), 1), []
 
     def ten() -> None:

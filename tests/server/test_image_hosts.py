@@ -165,7 +165,7 @@ DOORS = list(doors(""))
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_an_image_of_a_host_that_was_named_is_fetched(
+def test_an_image_of_an_allowed_host_is_fetched(
     door: str, http: httpx.Client, web: Web, engine: ScriptedEngine
 ) -> None:
     path, body = doors(web.url("/a.jpg"))[door]
@@ -196,7 +196,7 @@ def test_any_other_host_is_refused_with_the_reason(
     assert len(engine.requests) == asked
 
 
-def test_llama_cpp_s_form_has_no_addresses(http: httpx.Client, web: Web) -> None:
+def test_addresses_in_llama_cpps_form_are_refused(http: httpx.Client, web: Web) -> None:
     body = {"prompt": {"prompt_string": "<__media__>", "multimodal_data": [web.url("/a.jpg")]}}
     reply = http.post("/completion", json=body)
     assert reply.status_code == 400
@@ -248,7 +248,9 @@ def test_an_image_in_a_tool_s_result_is_fetched_and_one_that_can_t_be_is_a_note(
         ("/large", "more than 20000000 bytes"),
     ],
 )
-def test_what_does_not_come_says_why(http: httpx.Client, web: Web, path: str, said: str) -> None:
+def test_an_image_that_cannot_be_fetched_is_refused_with_the_reason(
+    http: httpx.Client, web: Web, path: str, said: str
+) -> None:
     reply = http.post(CHAT, json=chat(web.url(path)))
     assert reply.status_code == 400
     assert said in reply.json()["error"]["message"]
@@ -282,7 +284,7 @@ def test_images_are_fetched_only_over_https_with_a_valid_certificate(
         ("::ffff:127.0.0.1", "loopback"),
     ],
 )
-def test_a_name_that_leads_inside_is_refused(
+def test_a_host_name_with_an_internal_address_is_refused(
     http: httpx.Client, web: Web, monkeypatch: pytest.MonkeyPatch, address: str, kind: str
 ) -> None:
     """A name is refused if any of its addresses is internal.
@@ -320,7 +322,9 @@ def test_a_host_that_does_not_answer_causes_an_error_after_the_time_limit(
     assert "within" in reply.json()["error"]["message"]
 
 
-def test_what_one_request_may_fetch_is_bounded(web: Web, engine: ScriptedEngine) -> None:
+def test_the_images_that_one_request_may_fetch_are_limited(
+    web: Web, engine: ScriptedEngine
+) -> None:
     with running_server({"tiny": engine}, image_hosts=(("127.0.0.1", web.port),)) as running:
         running.app.state.server.images.max_images = 2
         parts = [

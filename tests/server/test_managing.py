@@ -83,7 +83,7 @@ def test_a_model_in_use_is_not_unloaded(http: httpx.Client, models: ModelRouter)
     assert status(http, "tiny") == "loaded"
 
 
-def test_slots_tell_what_runs_and_what_waits_and_no_word_of_it(http: httpx.Client) -> None:
+def test_slots_show_running_and_waiting_requests_without_their_text(http: httpx.Client) -> None:
     http.post("/models/unload", json={"model": "smollm2"})
     assert http.get("/slots", params={"model": "smollm2"}).json() == []
     http.post("/v1/completions", json={"model": "smollm2", "prompt": "a", "max_tokens": 1})

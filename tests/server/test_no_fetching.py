@@ -330,7 +330,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_nothing_is_fetched(
+def test_a_request_fetches_no_address_and_reads_no_file(
     row: Row, client: httpx.Client, web: Listener, secret: Path, engine: ScriptedEngine
 ) -> None:
     def filled(value: Any) -> Any:

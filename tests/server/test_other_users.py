@@ -68,7 +68,7 @@ def routes_of(app: Any) -> list[tuple[str, str]]:
 @needs_root
 @needs_report
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_another_user_is_answered_on_no_route_but_health(host: str) -> None:
+def test_another_user_is_answered_only_on_health_routes(host: str) -> None:
     with running_server({"tiny": ScriptedEngine()}, host=host) as server:
         asked = routes_of(server.app)
         assert len(asked) >= 40
@@ -101,7 +101,7 @@ def test_every_user_is_answered_if_the_owner_allows_it() -> None:
 
 
 @needs_root
-def test_the_chats_engine_answers_another_user_on_no_route_but_health(tiny_model: Path) -> None:
+def test_the_chats_engine_answers_another_user_only_on_health_routes(tiny_model: Path) -> None:
     with running_server({"tiny": ScriptedEngine()}) as server:
         asked = routes_of(server.app)
     with background_server(str(tiny_model), 256) as engine:

@@ -85,7 +85,7 @@ def delete(http: httpx.Client, body: dict[str, Any]) -> httpx.Response:
     return http.request("DELETE", DELETE, json=body)
 
 
-def test_it_is_refused_until_it_is_allowed_and_the_refusal_says_how() -> None:
+def test_pulling_is_refused_until_allowed_and_the_refusal_names_the_option() -> None:
     with (
         running_server({"tiny": ScriptedEngine()}) as running,
         httpx.Client(base_url=running.url, trust_env=False) as http,

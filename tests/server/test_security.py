@@ -173,7 +173,7 @@ def test_a_body_without_a_type_is_read_only_from_programs(http: httpx.Client) ->
     assert send(**{"Sec-Fetch-Site": "cross-site"}) == 403
 
 
-def test_of_the_types_a_page_can_send_only_curls_is_read_and_only_from_programs(
+def test_of_the_content_types_a_page_can_send_only_curls_is_read_and_only_from_programs(
     http: httpx.Client,
 ) -> None:
     def send(kind: str, **headers: str) -> int:
@@ -258,7 +258,7 @@ def test_a_body_too_large_is_refused_announced_or_not(http: httpx.Client, server
     assert r.status_code == 413
 
 
-def test_a_body_that_trickles_is_cut_off(server: Running) -> None:
+def test_a_body_that_arrives_too_slowly_is_cut_off(server: Running) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as s:
         s.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
@@ -269,7 +269,7 @@ def test_a_body_that_trickles_is_cut_off(server: Running) -> None:
         assert b"408" in s.recv(1000)
 
 
-def test_headers_that_trickle_are_cut_off() -> None:
+def test_headers_that_arrive_too_slowly_are_cut_off() -> None:
     with (
         running_server({"tiny": ScriptedEngine()}, header_timeout_s=1.0) as server,
         socket.create_connection(("127.0.0.1", server.port)) as s,
@@ -434,7 +434,7 @@ def test_a_port_in_use_is_an_error_before_anything_loads() -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Unix sockets")
-def test_a_unix_socket_only_its_owner_can_open(tmp_path: Path) -> None:
+def test_a_unix_socket_can_be_opened_only_by_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "s.sock"
     settings = ServerSettings(unix_socket=str(path)).secured()
     app = create_app(ModelRouter({"tiny": ScriptedEngine()}), settings=settings)
