@@ -182,6 +182,19 @@ def choices(device: Device) -> tuple[tuple[int, ...], ...]:
     return (*(numbers for _, _, numbers in ranked), ())
 
 
+def on_some_cards(
+    device: Device, model: Model, variant: Variant, wanted: RunSettings
+) -> list[RunSettings]:
+    """Return `wanted` on each choice of some of the cards that have room for the weights."""
+    weights_bytes = variant.file_bytes - layer_bytes.disk_bytes(model, variant, USUAL)
+    placed = [wanted.placed(cards=cards) for cards in choices(device) if cards]
+    return [
+        settings
+        for settings in placed
+        if weights_bytes <= layer_bytes.used(device, settings.placement).usable_bytes
+    ]
+
+
 def _choices_of(groups: Sequence[Sequence[Device]]) -> Iterator[Sequence[Device]]:
     """Yield every count of each kind of card if those are few. Else yield each kind's first card,
     and the fastest 2, 3, … cards."""

@@ -39,7 +39,6 @@ from localllm.planner.starting_settings import (
 )
 from localllm.planner.types import (
     DEFAULT_BATCH,
-    USUAL,
     MemoryNeed,
     Plan,
     RunSettings,
@@ -58,6 +57,7 @@ _EQUALLY_FAST_SHARE = 0.97
 _MIN_DRAFT_GAIN = 1.1
 
 
+_DECODE_TOK_S = attrgetter("decode_tok_s.value")
 _UNKNOWN = MemoryNeed(0, 0, 0, 0, 0, 0, 0)
 
 
@@ -220,27 +220,23 @@ class _Run(NamedTuple):
         if the fastest choice of cards is free.
         """
         wanted = wanted.with_kv_type(kv_types[0])
-        weights_bytes = self.variant.file_bytes - layer_bytes.disk_bytes(
-            self.model, self.variant, USUAL
-        )
         best = None
-        fastest = 0.0
-        choices: Sequence[tuple[int, ...]] = ()
+        tops: list[Plan] = []
         if self.overrides.offload.tensor_split is None:
-            choices = placement_search.choices(self.device)
-        for cards in choices:
-            settings = wanted.placed(cards=cards)
-            if (
-                cards
-                and weights_bytes <= layer_bytes.used(self.device, settings.placement).usable_bytes
-            ):
-                top = self.planned(FittedSettings(settings, _UNKNOWN, "yes"))
-                fastest = max(fastest, top.decode_tok_s.value)
-                best = self.best_of([top], kv_types, best)
-                if best is not None and self.rank(best) >= (True, fastest):
-                    return best
-        top = self.planned(FittedSettings(wanted, _UNKNOWN, "yes"))
-        return self.best_of([top], kv_types, best)
+            some = placement_search.on_some_cards(self.device, self.model, self.variant, wanted)
+            # The card with the most bandwidth may have slow kernels for this quant.
+            tops = sorted(map(self.with_room, some), key=_DECODE_TOK_S, reverse=True)
+        for top in tops:
+            if best is not None and self.rank(best) >= (True, top.decode_tok_s.value):
+                break
+            best = self.best_of([top], kv_types, best)
+        if best is not None and self.rank(best) >= (True, tops[0].decode_tok_s.value):
+            return best
+        return self.best_of([self.with_room(wanted)], kv_types, best)
+
+    def with_room(self, settings: RunSettings) -> Plan:
+        """Return the plan for these settings as if all of it fitted."""
+        return self.planned(FittedSettings(settings, _UNKNOWN, "yes"))
 
     def rank(self, plan: Plan, cost: float = 0.0) -> tuple[float, ...]:
         """Return the sort key of a plan, with `cost` points less. With several cards, plans that

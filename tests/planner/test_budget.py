@@ -57,7 +57,7 @@ def test_the_machine_with_the_better_model_is_first_and_one_without_a_model_last
 
 def test_of_machines_with_equal_points_the_cheaper_is_first() -> None:
     (price, device), *_ = machines_up_to(1e6)
-    dearer = type(price)(**{name: getattr(price, name) for name in price.__slots__} | {"usd": 9999})
+    dearer = price._replace(usd=9999)
     offers = ranked([(dearer, device), (price, device)], MODELS, Workload())
     assert [offer.price.usd for offer in offers] == [price.usd, 9999]
 
