@@ -1,7 +1,4 @@
-"""Prefill on one real server, decode on another.
-
-The text is the same as without the transfer, and no fault loses an answer.
-"""
+"""Prefill on one real server, decode on another: the text is the same, and no fault loses it."""
 
 from __future__ import annotations
 

@@ -53,16 +53,17 @@ class Acceptance:
 # speed if every draft is wrong.
 _CREDIT = 1.25
 _SHARE = 0.002
-# Most steps that a trial is charged for, and how many times the estimate the next one is expected to
-# take. A longer one was probably slowed by other programs.
+# Most steps that a trial is charged for, and how many times its estimate the next one is expected
+# to take. A longer one was probably slowed by other programs.
 _MOST_TAKEN = 8.0
 _MOST_DEARER = 8.0
 # Before a trial can be paid for, its price is computed again after so many steps at most.
 _MOST_WAIT = 64
 # Gains of a drafter allow longer drafts, up to this many steps.
 _MOST_GAINED = 16.0
-# Tokens of a trial draft, which measures the acceptance rate. It has a second token only if that leaves
-# half of the balance, unless one was right before: after a wrong first token, the second was verified in vain.
+# Tokens of a trial draft, which measures the acceptance rate. It has a second token only if that
+# leaves half of the balance, unless one was right before: after a wrong first token, the second was
+# verified in vain.
 _TRIAL_TOKENS = 2
 _MAX_FAILURES = 9
 # So many trials in a row without an accepted token are hardly an accident: of drafters that are right in
@@ -105,7 +106,7 @@ class DrafterAccount:
     dearer: float = 1.0
 
     def __post_init__(self) -> None:
-        # Decode steps that the last step with drafts took, and those that its trial should have taken.
+        # Decode steps that the last step with drafts took, and those estimated for its trial.
         self._taken = self._estimated = 0.0
 
     @property
