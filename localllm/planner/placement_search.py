@@ -166,33 +166,51 @@ _MAX_CHOICES = 64
 
 @lru_cache(4096)
 def choices(device: Device) -> tuple[tuple[int, ...], ...]:
-    """Return the sets of card numbers to consider for a model (empty: all cards), fastest first.
+    """Return the sets of some of the cards to consider for a model, by number, those with the most
+    bandwidth first.
 
     They are every count of each kind of card, taking the cards with the most free memory. If there
     are too many, they are each kind's first card alone, and the fastest 2, 3, … cards.
     """
     if device.kind != "discrete" or len(device.cards) < 2:
-        return ((),)
+        return ()
     slowest_gbps: dict[tuple[int, ...], float] = {}
     for chosen in _choices_of(_kinds_of_cards(device)):
         if 0 < len(chosen) < len(device.cards):
             numbers = tuple(sorted(card.number for card in chosen))
             slowest_gbps[numbers] = min(map(_bandwidth, chosen))
     ranked = sorted((-gbps, len(numbers), numbers) for numbers, gbps in slowest_gbps.items())
-    return (*(numbers for _, _, numbers in ranked), ())
+    return tuple(numbers for _, _, numbers in ranked)
 
 
 def on_some_cards(
     device: Device, model: Model, variant: Variant, wanted: RunSettings
 ) -> list[RunSettings]:
-    """Return `wanted` on each choice of some of the cards that have room for the weights."""
+    """Return `wanted` on each choice of some of the cards that have room for the weights, fastest
+    first.
+
+    A choice counts as fast as its slowest card. The speed of each kind of card alone is predicted,
+    because the card with the most bandwidth may have slow kernels for this quant.
+    """
     weights_bytes = variant.file_bytes - layer_bytes.disk_bytes(model, variant, USUAL)
-    placed = [wanted.placed(cards=cards) for cards in choices(device) if cards]
-    return [
+    placed = [wanted.placed(cards=cards) for cards in choices(device)]
+    roomy = [
         settings
         for settings in placed
         if weights_bytes <= layer_bytes.used(device, settings.placement).usable_bytes
     ]
+    if len(roomy) < 2:
+        return roomy
+    tok_s: dict[int, float] = {}
+    for same in _kinds_of_cards(device):
+        alone = wanted.placed(cards=(same[0].number,))
+        rate = speed.decode(device, model, variant, alone).value
+        tok_s.update({card.number: rate for card in same})
+
+    def slowest(settings: RunSettings) -> float:
+        return min(tok_s[number] for number in settings.placement.cards)
+
+    return sorted(roomy, key=slowest, reverse=True)
 
 
 def _choices_of(groups: Sequence[Sequence[Device]]) -> Iterator[Sequence[Device]]:

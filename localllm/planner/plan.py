@@ -57,7 +57,6 @@ _EQUALLY_FAST_SHARE = 0.97
 _MIN_DRAFT_GAIN = 1.1
 
 
-_DECODE_TOK_S = attrgetter("decode_tok_s.value")
 _UNKNOWN = MemoryNeed(0, 0, 0, 0, 0, 0, 0)
 
 
@@ -221,17 +220,16 @@ class _Run(NamedTuple):
         """
         wanted = wanted.with_kv_type(kv_types[0])
         best = None
-        tops: list[Plan] = []
+        fastest = 0.0
+        some: Sequence[RunSettings] = ()
         if self.overrides.offload.tensor_split is None:
             some = placement_search.on_some_cards(self.device, self.model, self.variant, wanted)
-            # The card with the most bandwidth may have slow kernels for this quant.
-            tops = sorted(map(self.with_room, some), key=_DECODE_TOK_S, reverse=True)
-        for top in tops:
-            if best is not None and self.rank(best) >= (True, top.decode_tok_s.value):
-                break
+        for settings in some:
+            top = self.with_room(settings)
+            fastest = max(fastest, top.decode_tok_s.value)
             best = self.best_of([top], kv_types, best)
-        if best is not None and self.rank(best) >= (True, tops[0].decode_tok_s.value):
-            return best
+            if best is not None and self.rank(best) >= (True, fastest):
+                return best
         return self.best_of([self.with_room(wanted)], kv_types, best)
 
     def with_room(self, settings: RunSettings) -> Plan:
