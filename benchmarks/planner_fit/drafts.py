@@ -106,23 +106,23 @@ def report(design: Design) -> list[str]:
         "",
         f"{len(runs)} rows of dense models, {len({one.source for one in runs})} sources, "
         f"{len({one.device.name for one in runs})} devices (`benchmarks/data/drafts.csv`); "
-        f"{len(design.index)} coefficients. Errors are those of the drafted speed ÷ the plain one. "
-        "The plain speed is the measured one, except in the line that says so. The number of drafted "
-        "tokens is the source's. The acceptance rates are those that the planner assumes for code, "
-        "prose and a mix of both. Mixtures have a constant instead of coefficients, so they are "
-        "predicted as planned. "
-        "Most rows are of one model (Qwen3.8-27B) and one program that measures them.",
+        f"{len(design.index)} coefficients. An error is that of the gain: drafted speed ÷ plain speed. "
+        "The plain speed is the measured one, unless the row names the predicted one. The number of "
+        "drafted tokens is that of the source. The acceptance rates are those that the planner assumes "
+        "for code, prose and a mix of both. Mixtures of experts have a constant instead of "
+        "coefficients. So no fit predicts them, only the planner. Most rows are of one model "
+        "(Qwen3.8-27B), measured with one program.",
         "",
-        "| held back by | predictions | median \\|error\\| % | 90th percentile % | bias % |",
+        "| left out | predictions | median \\|error\\| % | 90th percentile % | bias % |",
         "|---|---|---|---|---|",
         _line("**source** (bar 10 / 30, bias 5)", by_source),
         _line("**source**, each source's median", _medians(runs, by_source)),
         _line("**source**, a mix of code and prose", by_source[mixed]),
         _line("**source**, with the predicted plain speed", absolute),
         _line("**device**", by_device),
-        _line("mixtures, as planned", np.array([_planned(one) for one in mixtures])),
+        _line("mixtures, by the planner", np.array([_planned(one) for one in mixtures])),
         "",
-        "| source left out, by family | rows | sources | median \\|error\\| % | 90th percentile % | bias % |",
+        "| family, each source left out | rows | sources | median \\|error\\| % | 90th percentile % | bias % |",
         "|---|---|---|---|---|---|",
     ]
     groups = _grouped(runs, lambda one: f"{family(one.device.name)}, {one.engine}")

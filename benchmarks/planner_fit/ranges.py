@@ -287,7 +287,7 @@ def report(law: str, found: Sequence[Miss]) -> tuple[list[str], dict[str, float]
     widths = {name: math.ceil(1e3 * s.width) / 1e3 for s in kept for name in s.names}
     widths[ranges.DATA_CENTER] = FIRST_OF_ITS_KIND[law]
     lines = [
-        "| stratum | left out | sources | inside % | range × ÷ | holds just 80 % |",
+        "| stratum | rows left out | sources | inside % | range × ÷ | range that contains 80 % |",
         "|---|---|---|---|---|---|",
     ]
     for s in kept:
@@ -298,5 +298,5 @@ def report(law: str, found: Sequence[Miss]) -> tuple[list[str], dict[str, float]
         )
     judged = [miss for miss in found if miss.strata != (ranges.DATA_CENTER,)]
     inside = 100 * np.mean([miss.is_inside(widths) for miss in judged])
-    lines += ["", f"Of all {len(judged)} together {inside:.0f} % are inside.", ""]
+    lines += ["", f"Of all {len(judged)} predictions, {inside:.0f} % are inside their range.", ""]
     return lines, widths

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.planner_fit import batched, kinds, ranges
 from benchmarks.planner_fit.fit import Design, Floats, family, leave_out
-from benchmarks.planner_fit.rows import RECENT, SUSPECTS, TODAY, Row
+from benchmarks.planner_fit.rows import RECENT, SUSPECTS, TODAY, Row, n_of_unknown_variants
 from localllm.planner import efficiency
 
 DEEP = 8192
@@ -23,43 +23,49 @@ SPLITS: tuple[tuple[str, Callable[[Row], object]], ...] = (
     ("source", kinds.source),
 )
 _HEAD = [
-    "| held back by | predictions | median \\|error\\| % | 90th percentile % | bias % |",
+    "| left out | predictions | median \\|error\\| % | 90th percentile % | bias % |",
     "|---|---|---|---|---|",
 ]
 
-INTRODUCTION = """# How well the planner predicts speeds it has not seen
+INTRODUCTION = """# How well the planner predicts speeds that its fit did not use
 
-Written by `python -m benchmarks.planner_fit --write`; rows and sources: `benchmarks/data/speeds.csv`. Each **model**, each
-**device** and each **source** is left out once and predicted from all the others; so is each twentieth of the **files**
-(model × quant × engine of a device). A source is one machine, one build and one way of measuring. So the errors by source are
-what a new report gets.
-Errors are predicted ÷ measured − 1. Rows are predicted at their own era (2023, 2024, 2025a, 2025b, 2026: what the engine
-was then); `recent` are those of 2025b and later. A plan is made for the last era.
+Written by `python -m benchmarks.planner_fit --write`. The rows and their sources are in `benchmarks/data/speeds.csv`.
 
-- Left out by file or model, the machine has been seen with something else, as after one `localllm bench`. Left out by
-  device, it has not: what is left then is between machines, not between models, since nearly all rows of a machine miss
-  in the same direction by a similar share.
-- The floor is t = bytes ÷ (η·bandwidth) + t₀ (prefill: FLOPs ÷ (η·units) + t₀), two coefficients per family × engine ×
-  dense or MoE. It answers only where it has a group to answer from, so it may count fewer predictions.
-- Neither learnt nor counted, by the law or by the floor:
+Each **model**, each **device** and each **source** is left out once, and its rows are predicted by a fit to all other rows. The
+**files** (model × quant × engine of a device) are divided into twenty parts, and each part is left out once. A source is one
+machine, one build and one way of measuring. So a new report can expect the errors by source.
+
+An error is predicted speed ÷ measured speed − 1. Each row is predicted for its own era, which is the age of its engine: 2023, 2024,
+2025a, 2025b or 2026. Recent rows are those of 2025b and later. Plans are made for the last era.
+
+- If a file or a model is left out, the fit still has other rows of the same machine, as after one `localllm bench`. If a device
+  is left out, the fit has none. Then most of the error is a difference between machines, not between models: nearly all rows of a
+  machine miss in the same direction, by a similar share.
+- The baseline is t = bytes ÷ (η·bandwidth) + t₀ (prefill: FLOPs ÷ (η·units) + t₀). It has two coefficients per family × engine ×
+  dense or MoE. If no such group is left for a row, the baseline does not predict it. So it may have fewer predictions.
+- These rows are not used for any fit, the baseline included, and their errors are not counted:
 DOUBTS
-- Of 66 rows the source names an Apple chip without its bin; they count as the middle of the bins sold at that bandwidth.
-- A row filed under an age before its model was released counts as of the model's.
-- What an engine has no kernels for (`localllm/planner/kernels.toml`) and what an age of software lacked
-  (`benchmarks/planner_fit/ages.py`) are constants from others' measurements, none of them a row of the data. Three were made on
-  a Strix Halo, the chip that counts most of the rows, though of other machines or models. Intel's was
-  made on a B580 and a B70.
-- The widths of the priors were chosen by these same errors, so they are slightly optimistic.
-- A stated 80 % range is as wide as held four in five of the rows that were left out in its stratum
-  (`benchmarks/planner_fit/ranges.py`): of a machine known by others' rows ("seen"), by rows of its family alone ("unseen part"),
-  or of an engine ("cuda MoE"), for families with few rows and for those that nobody measured. A row counts in the narrowest
-  stratum with 15 rows and two sources.
-- Less evidence and a deeper context never make a range narrower. So an unseen part has at least the range of a seen one of its
-  family, and a deep context at least that of a short one. Strata that were the other way round share one width.
-- What a P100 takes to multiply quantised weights byte by byte is a constant from rows of its own (`kernels.toml`): left out by
-  device, it is not quite unseen.
-- The H200's rows are of this project (llama.cpp of llama-cpp-python 0.3.36, November 2026).
-""".replace("DOUBTS", "\n".join(f"  - {doubt.why}." for doubt in SUSPECTS))
+- In VARIANTS rows the source names an Apple chip that is sold with several GPUs, but not which one. These rows get the geometric
+  mean of the core counts that are sold with that bandwidth.
+- If the era of a row is before the release of its model, the era of the release is used.
+- Two kinds of slowdown are constants: missing kernels (`localllm/planner/kernels.toml`) and older software
+  (`benchmarks/planner_fit/ages.py`). They come from published measurements that are not rows of the data. Three of them were made on
+  a Strix Halo, the chip with the most rows, but on other machines or with other models. Those for Intel were made on a B580 and a
+  B70.
+- The standard deviations of the priors were chosen by these errors. So the errors are slightly too small.
+- Each 80 % range is wide enough to contain four in five of the left-out rows of its stratum (`benchmarks/planner_fit/ranges.py`).
+  "Seen" strata are for machines with rows of their own, and "unseen part" strata for machines with rows of their family only. The
+  strata of an engine ("cuda MoE") are for families with few rows, and for families without rows. A row counts in the narrowest
+  stratum with at least 15 rows and two sources.
+- Less evidence or a deeper context never makes a range narrower. So the range of an unseen part is at least as wide as that of a
+  seen part of its family, and the range of a deep context at least as wide as that of a short one. Strata that contradict this order
+  share one width.
+- A P100 multiplies quantised weights byte by byte. The time for that is a constant from its own rows (`kernels.toml`). So its error
+  as a left-out device is too small.
+- This project measured the rows of the H200 (llama.cpp of llama-cpp-python 0.3.36, November 2026).
+""".replace("DOUBTS", "\n".join(f"  - {doubt.why}." for doubt in SUSPECTS)).replace(
+    "VARIANTS", str(n_of_unknown_variants())
+)
 # The bars: (median, 90th percentile) of |error| in percent, by law and line, left out by device.
 BARS = {
     ("decode", ""): (7.5, 21), ("decode", ", recent rows"): (6.5, 18),
@@ -102,7 +108,7 @@ def report(law: str, data: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
     for name, unit in SPLITS:
         errors = leave_out(design, unit)
         held_back[name] = errors
-        floor = floor_errors(data, unit)
+        baseline = baseline_errors(data, unit)
         for label, chosen in (
             ("", counted),
             (", recent rows", recent),
@@ -111,7 +117,7 @@ def report(law: str, data: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
         ):
             bar = _bar(law, label) if name == "device" else ""
             out.append(line(f"**{name}**{label}{bar}", errors[chosen]))
-            out.append(line(f"{name}{label}: the floor", (e for i, e in floor if chosen[i])))
+            out.append(line(f"{name}{label}: baseline", (e for i, e in baseline if chosen[i])))
     devices: dict[str, set[str]] = defaultdict(set)
     groups: dict[str, list[float]] = defaultdict(list)
     for row in data:
@@ -122,7 +128,7 @@ def report(law: str, data: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
             groups[
                 f"{family(row.device)}{alone} × {row.engine} × {'MoE' if row.moe else 'dense'}"
             ].append(error)
-    out += ["", "### By family and engine, held back by device, recent rows", "", *_HEAD]
+    out += ["", "### By family and engine, each device left out, recent rows", "", *_HEAD]
     out += [
         line(group, members)
         for group, members in sorted(groups.items(), key=lambda g: (-len(g[1]), g[0]))
@@ -144,8 +150,8 @@ def batched_report(single: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
         data, errors = batched.leave_out(single, unit)
         bar = _bar("batched", "") if name == "device" else ""
         lines.append(line(f"**{name}**{bar}", errors))
-        floor = floor_errors([*single, *data], unit, n_learnt=len(single))
-        lines.append(line(f"{name}: the floor", (e for i, e in floor if i >= len(single))))
+        baseline = baseline_errors([*single, *data], unit, n_learnt=len(single))
+        lines.append(line(f"{name}: baseline", (e for i, e in baseline if i >= len(single))))
         if name == "device":
             sizes = sorted({row.batch for row in data})
             chosen = [
@@ -159,8 +165,8 @@ def batched_report(single: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
             missed = [ranges.missed(r, float(e), engines) for r, e in pairs]
             inside, widths = ranges.report("batched", missed)
     out += [
-        f"{len(data)} rows of {' and '.join(machines_of(data))}; the floor reads the bytes of the "
-        "whole step.",
+        f"{len(data)} rows of these devices: {', '.join(machines_of(data))}. The baseline reads the "
+        "bytes of the whole step.",
         "",
         *lines,
         "",
@@ -190,20 +196,19 @@ def noise(data: Sequence[Row]) -> list[str]:
     if not apart:
         return []
     return [
-        f"Noise: the {len(apart)} rows that are there more than once, of the same file, part, "
-        "depth, length and era, are "
+        f"Noise: {len(apart)} rows have the same file, part, depth, length and era as another row. "
+        "Their difference from the median of their group is "
         f"{100 * float(np.median(apart)):.1f} % (median) and "
-        f"{100 * float(np.percentile(apart, 90)):.1f} % (90th "
-        "percentile) from their common middle. Nearly all of a group are from one source, so "
-        "between machines it is more.",
+        f"{100 * float(np.percentile(apart, 90)):.1f} % (90th percentile). Nearly all rows of a group "
+        "are from one source. So the difference between machines is larger.",
         "",
     ]
 
 
-# --- the floor ------------------------------------------------------------------------------------
+# --- the baseline ---------------------------------------------------------------------------------
 
 
-def floor_errors(
+def baseline_errors(
     data: Sequence[Row], unit: Callable[[Row], object], *, n_learnt: int | None = None
 ) -> list[tuple[int, float]]:
     """Return (row, error) by the simple two-coefficient fit t = bytes/(η·BW) + t0 per family ×
@@ -218,19 +223,19 @@ def floor_errors(
         groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
         for i, row in enumerate(data):
             if i not in left_out and not row.suspect and (n_learnt is None or i < n_learnt):
-                for key in _floor_keys(row):
+                for key in _baseline_keys(row):
                     groups[key].append(row)
-        wanted = {key for i in held for key in _floor_keys(data[i])}
-        fits = {key: _floor_fit(groups[key]) for key in wanted if len(groups.get(key, ())) >= 3}
+        wanted = {key for i in held for key in _baseline_keys(data[i])}
+        fits = {key: _baseline_fit(groups[key]) for key in wanted if len(groups.get(key, ())) >= 3}
         for i in held:
-            known = next((k for k in _floor_keys(data[i]) if k in fits), None)
+            known = next((k for k in _baseline_keys(data[i]) if k in fits), None)
             if known is not None:
                 slope, constant = fits[known]
                 found.append((i, data[i].seconds / (slope * _bytes_time(data[i]) + constant) - 1))
     return found
 
 
-def _floor_keys(row: Row) -> list[tuple[str, ...]]:
+def _baseline_keys(row: Row) -> list[tuple[str, ...]]:
     vendor, gen, tier = efficiency.generation(row.device)
     return [(f"{vendor}-{tier or gen}", row.engine, str(row.moe)), ("*", row.engine, str(row.moe))]
 
@@ -242,7 +247,7 @@ def _bytes_time(row: Row) -> float:
     return row.parts[0][0] + (row.parts[1][0] if "eta" in named else 0.0)
 
 
-def _floor_fit(members: Sequence[Row]) -> tuple[float, float]:
+def _baseline_fit(members: Sequence[Row]) -> tuple[float, float]:
     x, y = np.array([_bytes_time(r) for r in members]), np.array([r.seconds for r in members])
     best = (math.inf, 1.0, 0.0)
     for constant in np.linspace(0, min(8e-3, float(np.median(y))), 33):

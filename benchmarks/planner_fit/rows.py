@@ -102,63 +102,63 @@ class Doubt:
 SUSPECTS = (
     Doubt(
         ("Apple M2 Ultra",), "crypdick",
-        "two mixtures on an M2 Ultra at 50,000 tokens: a third of what the machine reads by its other source, and nobody else's "
-        "Metal is as slow at depth",
+        "Two mixtures on an M2 Ultra at 50,000 tokens. They read memory at a third of the rate of the machine's other source. No "
+        "other source has such a slow Metal at that depth",
     ),
     Doubt(
         ("Apple M2 Max", "Apple M5"), "mac-llm-bench",
-        "two machines of mac-llm-bench: its M2 Max is 25-35 % below llama.cpp's scoreboard for the chip, its compiler threw its "
-        "M5's GGUF set away (half of what others measure), and of what is left of the M5 two models of the same shapes and "
-        "format have 20.3 and 58.8 tok/s",
+        "Two machines of mac-llm-bench. The M2 Max is 25 to 35 % slower than in llama.cpp's scoreboard of the chip. The GGUF rows of "
+        "the M5 were dropped when the data was collected, because they have half the speed of other sources. In its remaining rows, "
+        "two models with the same shapes and format have 20.3 and 58.8 tok/s",
     ),
     Doubt(
         ("AMD Ryzen AI Max+ 395 (Strix Halo, Radeon 8060S)",),
         "strix-halo-testing/tree/main/llm-bench",
-        "prompts under ROCm in lhl's raw runs of 2025 on Strix Halo: the runs without hipBLASLt, for which rocBLAS then had no "
-        "kernels for the chip (5.1 of 59 TFLOP/s in its author's test, 36.9 with it). The same author's table of the same "
-        "models with it, 3.2 to 5.1 times as fast, is in their place (of decode both are alike, and it counts)",
+        "Prompts under ROCm in lhl's raw runs of 2025 on Strix Halo. They ran without hipBLASLt, and rocBLAS had no kernels for the "
+        "chip then (5.1 of 59 TFLOP/s in the author's test, 36.9 with hipBLASLt). The author's table of the same models with "
+        "hipBLASLt is in the data instead: its prompts are 3.2 to 5.1 times as fast. Decode is the same in both, so it counts",
         "rocm",
     ),
     Doubt(
         ("AMD Ryzen AI Max+ 395 (Strix Halo, Radeon 8060S)",),
         "strix-halo-testing/tree/main/llm-bench",
-        "a 70B's prompts under Vulkan in the same raw runs (July 2025): 26 tok/s, and 34 to 37 in shorter ones, where another "
-        "machine of the chip with the same driver, format and a build of three weeks later has 72.8, and 79.1 with the other "
-        "driver (kyuz0/amd-strix-halo-toolboxes, 3 August 2025)",
+        "Prompts of a 70B under Vulkan in the same raw runs (July 2025): 26 tok/s, and 34 to 37 for shorter prompts. Another machine "
+        "with the same chip, driver and format and a build of three weeks later has 72.8 tok/s, and 79.1 with the other driver "
+        "(kyuz0/amd-strix-halo-toolboxes, 3 August 2025)",
         "vulkan", "Q4_K_M", "llama-3.3-70b-instruct",
     ),
     Doubt(
         ("AMD Ryzen AI Max+ 395 (Strix Halo, Radeon 8060S)",),
         "llama.cpp/discussions/10879",
-        "a 7B's prompt under Vulkan on Strix Halo in llama.cpp's scoreboard (1,289 tok/s without flash attention): it is that of "
-        "AMD's own driver, which AMD gave up in September 2025 and which reads this file at 325 to 350 tok/s with builds of 2026. "
-        "Another owner of the chip had 1,306 to 1,325 with that driver from August to October 2025, and 869 to 1,006 with Mesa's, "
-        "whose figures are in the data (kyuz0/amd-strix-halo-toolboxes)",
+        "The prompt of a 7B under Vulkan on Strix Halo in llama.cpp's scoreboard (1,289 tok/s without flash attention). It ran on "
+        "AMD's own driver, which AMD gave up in September 2025. With builds of 2026 this driver reads the file at 325 to 350 tok/s. "
+        "Another owner of the chip measured 1,306 to 1,325 with this driver from August to October 2025, and 869 to 1,006 with "
+        "Mesa's driver. The figures with Mesa's driver are in the data (kyuz0/amd-strix-halo-toolboxes)",
         "vulkan", "Q4_0", "llama-2-7b",
     ),
     Doubt(
         ("Apple M2 Pro",), "Rapid-MLX",
-        "Qwen3.6-27B's 2 bits on an M2 Pro (prompts): a third more arithmetic a second than the chip's GPU has, and 3.5 times "
-        "its 4 bits in the same table",
+        "Prompts of Qwen3.6-27B in 2 bits on an M2 Pro. They would need a third more arithmetic per second than the chip's GPU has. "
+        "They are 3.5 times as fast as 4 bits in the same table",
         "mlx", "2bit",
     ),
     *(
         Doubt(
             ("Apple M2 Ultra",), "AtomGradient",
-            f"Qwen3.5-4B's {quant} on an M2 Ultra (prompts): the machine was not idle; in the source's raw file the repetitions are 1 "
-            "to 9 % apart (decode 19 to 36 %), of every other file of it 0.0 to 0.3 %",
+            f"Prompts of Qwen3.5-4B in {quant} on an M2 Ultra. The machine was not idle: in the source's raw file the repetitions "
+            "differ by 1 to 9 % (decode by 19 to 36 %), and those of all other files by 0.0 to 0.3 %",
             "metal", quant, "qwen3.5-4b",
         )
         for quant in ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
     ),
     Doubt(
         ("NVIDIA GeForce RTX 3090",), "club-3090/blob/master/BENCHMARKS.md",
-        "Gemma 4 12B's prompt on an RTX 3090 at a round 1,000 tok/s, where another machine of the same project reads a 27B at 993",
+        "The prompt of Gemma 4 12B on an RTX 3090, a round 1,000 tok/s. Another machine of the same project reads a 27B at 993",
         "cuda", "Q8_0", "gemma-4-12b-it",
     ),
     Doubt(
         ("NVIDIA Jetson AGX Orin 64GB",), "thehighnotes",
-        "one prompt on a Jetson AGX Orin, whose length its source does not say",
+        "One prompt on a Jetson AGX Orin. Its source does not state the length",
         "cuda",
     ),
 )  # fmt: skip
@@ -228,6 +228,17 @@ def _units(record: dict[str, str]) -> float:
     stated = float(record["units"] or 0)
     bins = _bins(record["device"], float(record["bandwidth_gbps"])) if not stated else ()
     return stated or (math.prod(bins) ** (1 / len(bins)) if bins else 0.0)
+
+
+def n_of_unknown_variants() -> int:
+    """Return the number of rows whose source names an Apple chip that is sold with several GPUs,
+    but not which one."""
+    with DATA.open(newline="") as f:
+        return sum(
+            not record["units"]
+            and len(_bins(record["device"], float(record["bandwidth_gbps"]))) > 1
+            for record in csv.DictReader(f)
+        )
 
 
 def _flops_s(record: dict[str, str]) -> float:

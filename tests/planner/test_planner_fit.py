@@ -184,7 +184,7 @@ def test_the_cost_of_several_sequences_is_fitted_per_additional_sequence() -> No
 def test_the_noise_is_estimated_from_repeated_rows_that_disagree() -> None:
     one = _rows("RTX 4090", 1.0)[0]
     rows = [one, replace(one, seconds=one.seconds * 1.1)]
-    assert "the 2 rows" in report.noise(rows)[0]
+    assert "Noise: 2 rows" in report.noise(rows)[0]
     assert report.noise(rows[:1]) == []
 
 
