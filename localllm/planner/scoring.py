@@ -176,9 +176,11 @@ def points_lost(plan: Plan, need: Need) -> float:
 
 
 # Points lost by a tight plan, and by one split over two memories. A tight plan in memory that other
-# programs use too may not load, or slow all of them down.
+# programs use too may not load, or slow all of them down. In a card's own memory it only has no room
+# for a context that grows, which an agent's does.
 _TIGHT_COST = 6.0
 _TIGHT_CARD_COST = 2.0
+_TIGHT_CARD_GROWS_COST = 4.0
 SPLIT_COST = 1.0
 # Points lost for each card after the first, since another model could use it. Also lost if some of
 # several cards are nearly full.
@@ -204,11 +206,11 @@ def score(plan: Plan, need: Need) -> float:
     More speed than that gains little for a reader, and the wait for thinking counts separately.
 
     Speed is that of the purpose's answers, with the plan's own drafting. `points_lost` counts the
-    wait for the answer, including thinking. A plan that fits tightly loses 6 points, 2 if it has a
-    card's own memory, or a quarter if it leaves a card free. A plan split over two memories loses
-    1, in addition to its lower speed. It loses 6 more if it leaves other programs nearly no system
-    memory. Each card after the first costs a quarter. Files that are not listed lose 3 % of the
-    result.
+    wait for the answer, including thinking. A plan that fits tightly loses 6 points. In a card's
+    own memory it loses 2, or 4 if the purpose's context grows, or a quarter if it leaves a card
+    free. A plan split over two memories loses 1, in addition to its lower speed. It loses 6 more if
+    it leaves other programs nearly no system memory. Each card after the first costs a quarter.
+    Files that are not listed lose 3 % of the result.
     """
     points = plan.quality
     points -= _UNCERTAINTY_COST * max(0.0, plan.quality_spread - _KNOWN_SPREAD)
@@ -222,7 +224,7 @@ def score(plan: Plan, need: Need) -> float:
         points += min(_MAX_FAST_GAIN, _FAST_GAIN * doublings)
     points -= points_lost(plan, need)
     if plan.fits == "tight":
-        points -= _tight_cost(plan)
+        points -= _tight_cost(plan, need)
     if plan.fits == "split":
         points -= SPLIT_COST + _TIGHT_COST * plan.memory.fills_host
     points -= _CARD_COST * max(0, len(plan.memory.cards_bytes) - 1)
@@ -231,11 +233,11 @@ def score(plan: Plan, need: Need) -> float:
     return round(points, 4)
 
 
-def _tight_cost(plan: Plan) -> float:
+def _tight_cost(plan: Plan, need: Need) -> float:
     if plan.settings.placement.cards:
         return _CARD_COST
     if plan.memory.host_bytes:
-        return _TIGHT_CARD_COST
+        return _TIGHT_CARD_GROWS_COST if need.grown_context else _TIGHT_CARD_COST
     return _TIGHT_COST
 
 
