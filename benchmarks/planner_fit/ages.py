@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from localllm.planner import kernels
 from localllm.planner.bytes_per_token import facts
 from localllm.planner.decode_cost import CostTerm
+from localllm.planner.kernel_facts import facts as facts_of_kernels
 from localllm_catalog.types import Model
 
 # AMD's GPUs with matrix units, which llama.cpp's Vulkan uses from RDNA3 on.
@@ -29,13 +30,16 @@ _FUSED_EXPERTS_FROM = 6900
 _APART_S = 8e-6
 _PASSES_OVER_SCORES = 4
 _VOLTA = ("part:v100.cuda", "part:titan v.cuda")
+# The first version of MLX with small tiles for experts, as its builds are counted: 0.32.1.
+_SMALL_TILES_FROM = 3201
 
 
 @dataclass(frozen=True)
 class Age:
     """The facts of a row that its age depends on: the keys of its hardware, the class of its
     format, whether it is a mixture, the number of query heads per KV head, its era, the build of
-    llama.cpp (0: not stated), and whether it has Mamba-2 layers."""
+    llama.cpp or the version of MLX (3201 for 0.32.1; 0: not stated), whether it has Mamba-2 layers,
+    and the mean number of tokens per expert in a micro-batch."""
 
     keys: tuple[str, ...]
     quant: str
@@ -44,12 +48,13 @@ class Age:
     era: str
     build: int
     mamba2: bool = False
+    expert_tokens: float = 0.0
 
 
 def prefill(age: Age, parts: Mapping[str, CostTerm]) -> dict[str, CostTerm]:
     """Return the parts of a prompt token's cost, with the times of that age."""
     matrices, all_of_it = _dense_tiles(age) * _rows_of_experts(age), _states_in_turn(age)
-    slower = {"matmul": matrices * all_of_it, "padding": matrices * all_of_it}
+    slower = {"matmul": matrices * all_of_it, "padding": matrices * all_of_it * _large_tiles(age)}
     return {n: p._replace(value=p.value * slower.get(n, all_of_it)) for n, p in parts.items()}
 
 
@@ -104,6 +109,15 @@ def _rows_of_experts(age: Age) -> float:
     https://github.com/ggml-org/llama.cpp/pull/15427, Qwen3-30B-A3B in Q4_K on an RTX 3090, 512
     tokens: 1,254 to 1,987 tok/s."""
     return 1.58 if age.moe and age.keys[0] == "vulkan" and 0 < age.build < 6250 else 1.0
+
+
+def _large_tiles(age: Age) -> float:
+    """Until MLX 0.32.1 (August 2026), M5's matrix units multiplied experts in tiles of 64 rows, also
+    if they had fewer: https://github.com/ml-explore/mlx/pull/4023."""
+    kernel = facts_of_kernels(age.keys)
+    is_short = age.expert_tokens < kernel.expert_tile and kernel.short_expert_tile > 0
+    old = age.keys[0] == "mlx" and 0 < age.build < _SMALL_TILES_FROM
+    return kernel.expert_tile / kernel.short_expert_tile if old and is_short else 1.0
 
 
 def _states_in_turn(age: Age) -> float:

@@ -7,7 +7,7 @@ import csv
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -370,6 +370,7 @@ def _prefill_parts(
     tokens, depth = _prompt(record)
     batch = 2048 if variant.format == "mlx" else int(record["ubatch"] or 512)
     age, hardware, unfused = _age(record, model, variant), _hardware(record), record["flash"] == "0"
+    age = replace(age, expert_tokens=prefill_cost.expert_tokens(model, min(tokens, batch)))
     parts = prefill_cost.prefill_parts(
         model, variant, hardware, prompt_tokens=tokens, depth=depth, n_batch=batch,
         masked=kernels.ALL_MASKED if unfused else ages.masked(age, batch),

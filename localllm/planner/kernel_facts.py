@@ -31,7 +31,8 @@ class KernelFacts:
       format.
     - `matrix_share`, `attention_share`: rates of multiplying matrices, and of a prompt's attention.
     - `expert_tile`: rows that each expert used by a micro-batch costs in addition to its tokens (0:
-      fitted).
+      fitted). `short_expert_tile`: the same if experts get fewer tokens than `expert_tile` on
+      average (0: no difference).
     - `unpacks_kv_on_lanes`: one token's attention unpacks a quantised KV on the plain FP32 lanes.
     - `row_speed`: rate of the rows of a draft, in rates of the plain lanes.
     - `tflops_per_unit`: FP16 TFLOP/s of a compute unit (0: as nominal).
@@ -52,6 +53,7 @@ class KernelFacts:
     matrix_share: float = 1.0
     attention_share: float = 1.0
     expert_tile: float = 0.0
+    short_expert_tile: float = 0.0
     unpacks_kv_on_lanes: bool = False
     row_speed: float = 1.0
     tflops_per_unit: float = 0.0

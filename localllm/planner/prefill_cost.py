@@ -147,7 +147,7 @@ def _matrix_parts(
         if model.experts is not None:
             powers = (*powers, ("moe", 1))
     matmul = CostTerm(2 * matrix_params(model, variant) / flops_s, powers)
-    rows = kernel_facts(hardware.keys).expert_tile
+    rows = _tile_rows(model, hardware, batch)
     if not rows:
         powers = (*powers, ("tile", 1))
     padding_s = 0.0
@@ -155,6 +155,22 @@ def _matrix_parts(
         touched = streamed(model, variant).step_routed_params(model, batch)
         padding_s = 2 * (rows or 1.0) * touched / batch / flops_s
     return {"matmul": matmul, "padding": CostTerm(padding_s, powers)}
+
+
+def _tile_rows(model: Model, hardware: Hardware, batch: int) -> float:
+    """Return the rows that each expert costs in addition to its tokens (0: fitted)."""
+    kernel = kernel_facts(hardware.keys)
+    if kernel.short_expert_tile and expert_tokens(model, batch) < kernel.expert_tile:
+        return kernel.short_expert_tile
+    return kernel.expert_tile
+
+
+def expert_tokens(model: Model, batch: int) -> float:
+    """Return the mean number of tokens per expert in a micro-batch of `batch` tokens (0: no
+    experts)."""
+    if model.experts is None:
+        return 0.0
+    return batch * model.experts.n_active / model.experts.n_experts
 
 
 def _moved_bytes(model: Model, hardware: Hardware, context: float) -> float:

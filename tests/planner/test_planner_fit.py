@@ -188,6 +188,23 @@ def test_the_noise_is_estimated_from_repeated_rows_that_disagree() -> None:
     assert report.noise(rows[:1]) == []
 
 
+def test_rows_of_mlx_before_its_small_tiles_have_large_ones() -> None:
+    part = decode_cost.CostTerm(1.0, ())
+
+    def padding(device: str, build: int, tokens: float) -> float:
+        age = _age(device, "mlx", moe=True, build=build, expert_tokens=tokens)
+        return ages.prefill(age, {"padding": part, "matmul": part})["padding"].value
+
+    assert padding("Apple M5 Max", 3200, 16) == 2.0
+    assert padding("Apple M5 Max", 3200, 64) == padding("Apple M5 Max", 3201, 16) == 1.0
+    assert padding("Apple M4 Max", 3200, 16) == 1.0
+    rows = [row for row in planner_rows.rows("prefill") if row.engine == "mlx" and row.moe]
+    rows = [row for row in rows if row.device == "Apple M5 Max" and "ax-engine" in row.source]
+    of_512, of_2048 = ([row.parts[1][0] for row in rows if row.depth == n] for n in (256, 1024))
+    assert len(of_512) == 4
+    assert of_512 == pytest.approx([4 * seconds for seconds in of_2048], rel=0.01)
+
+
 def test_a_measured_prompt_starts_empty_in_steps_no_longer_than_the_prompt() -> None:
     """mlx-lm's 512-token prompts start with an empty context. Their weights are read once per 512
     tokens, not per 2,048."""

@@ -62,6 +62,22 @@ def test_experts_that_get_few_tokens_waste_a_part_of_every_tile() -> None:
     assert dense[0] == dense[1]
 
 
+def test_mlx_on_m5_multiplies_experts_with_few_tokens_in_half_tiles() -> None:
+    """Of 256 experts, each gets 16 of 512 tokens and 64 of 2,048. MLX's tiles have 32 rows below 64
+    tokens."""
+    m5 = decode_cost.hardware_of(resolve("M5 Max 128GB"), "mlx")
+    m = MODELS["qwen3.6-35b-a3b"]
+
+    def padding_s(tokens: int) -> float:
+        parts = prefill_cost.prefill_parts(
+            m, file_of(m, "4bit"), m5, prompt_tokens=tokens, n_batch=2048
+        )
+        return tokens * parts["padding"].value
+
+    assert padding_s(512) == pytest.approx(padding_s(2048) / 2, rel=0.01)
+    assert padding_s(2047) == pytest.approx(padding_s(2048) / 2, rel=0.01)
+
+
 def test_the_cpu_writes_the_mask_in_time_proportional_to_the_context() -> None:
     near, far = (terms("qwen3-8b", SPARK, depth=depth).seconds["mask"] for depth in (0, 30_000))
     assert far > 10 * near
