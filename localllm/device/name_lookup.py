@@ -305,6 +305,10 @@ def _add_size(computer: Computer, part: Typed, name: str) -> None:
     computer.add_ram(_system_size(part, computer), part.ram)
 
 
+# Most names that an error suggests.
+_MOST_SIMILAR = 6
+
+
 def _not_found(text: str, part: Typed) -> DeviceNotFoundError:
     longer = lookup.longer(part)
     if len(longer) > 1 and any(c.isdigit() for c in "".join(part.words)):
@@ -312,7 +316,10 @@ def _not_found(text: str, part: Typed) -> DeviceNotFoundError:
         message = f"{text!r} is not in the table, but {names}"
         hint = f"choose one of {names}, or describe the machine: --memory GB --bandwidth GBPS"
         return DeviceNotFoundError(message, hint=hint, param="device")
-    closest = ", ".join(longer or lookup.nearest(part.text))
+    similar = longer or lookup.nearest(part.text)
+    if len(similar) > _MOST_SIMILAR:
+        similar = []  # of a general word such as laptop
+    closest = ", ".join(similar)
     if re.search(r"\b(?:i?mac|macbook|apple)(?![a-z])", text.lower()):
         hint = (
             'give the chip as "About This Mac" shows it: "M4 16GB", "M3 Pro 36GB"; '
@@ -321,7 +328,10 @@ def _not_found(text: str, part: Typed) -> DeviceNotFoundError:
     elif closest:
         hint = f"did you mean {closest}? Or describe it: --memory GB --bandwidth GBPS"
     else:
-        hint = "give its processor or GPU, or describe it: --memory GB --bandwidth GBPS"
+        hint = (
+            "name its processor or card as `localllm device` prints it there, or describe it: "
+            "--memory GB --bandwidth GBPS"
+        )
     message = f"no device called {text!r} is in the table"
     return DeviceNotFoundError(message, hint=hint, param="device")
 

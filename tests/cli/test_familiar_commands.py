@@ -62,6 +62,31 @@ def test_an_unknown_command_of_another_program_is_answered_with_our_commands(
     assert hint in error.partition("hint")[2]
 
 
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("-m", "localllm serve FILE"),
+        ("--model", "localllm serve FILE"),
+        ("-hf", "localllm pull ORG/NAME"),
+        ("-c", "--context N"),
+        ("--ctx-size=4096", "--context N"),
+        ("-ngl", "--gpu-layers N"),
+        ("-np", "--parallel N"),
+        ("-md", "--draft MODEL"),
+        ("-ctk", "--kv-type TYPE"),
+    ],
+)
+def test_an_option_of_llama_server_is_answered_with_ours(
+    option: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = psutil.Process().children()
+    assert ran("serve", option, "7") == 2
+    error = capsys.readouterr().err
+    assert f"serve has no option {option.partition('=')[0]}" in error
+    assert hint in error.partition("hint")[2]
+    assert psutil.Process().children() == before
+
+
 def test_connect_without_an_editor_lists_the_editors(capsys: pytest.CaptureFixture[str]) -> None:
     assert ran("connect") == 0
     out = capsys.readouterr().out.splitlines()

@@ -133,6 +133,8 @@ def test_an_unknown_agent_is_answered_with_the_known_ones(
     ("arguments", "code", "said"),
     [
         (("nosuch",), 3, "known: codex"),
+        (("qwen3-8b",), 3, "`localllm chat qwen3-8b` chats with a model"),
+        (("llama3",), 3, "`localllm chat llama3` chats with a model"),
         (("cladue",), 3, "did you mean claude?"),
         (("open-code",), 3, "did you mean opencode?"),
         (("zed",), 2, "localllm connect zed"),

@@ -113,6 +113,13 @@ def test_an_unknown_name_suggests_the_nearest(typed: str, near: str) -> None:
     assert any(near in name for name in nearest(typed))
 
 
+@pytest.mark.parametrize("typed", ["Surface Laptop 7", "Dell XPS 15", "ThinkPad X1"])
+def test_the_name_of_a_computer_is_answered_with_a_request_for_its_part(typed: str) -> None:
+    with pytest.raises(DeviceNotFoundError) as caught:
+        resolve(typed)
+    assert caught.value.hint.startswith("name its processor or card")
+
+
 @pytest.mark.parametrize("typed", ["", "   ", "rtx", "ryzen", "radeon", "M4 Ultra", "banana"])
 def test_a_product_line_or_an_empty_name_is_not_a_machine(typed: str) -> None:
     with pytest.raises(DeviceNotFoundError):

@@ -280,7 +280,10 @@ def recipe_named(
         if to_run:
             names = [name for name, entry in _ENTRIES.items() if "run" in entry]
         closest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
-        hint = f"did you mean {closest[0]}?" if closest else None
+        hints = [f"did you mean {closest[0]}?"] if closest else []
+        if to_run:
+            hints.append(f"`run` starts coding agents; `localllm chat {name}` chats with a model")
+        hint = " ".join(hints) or None
         raise NotFoundError(f"no recipe for {name!r}; known: {', '.join(names)}", hint=hint)
     return found
 
