@@ -6,6 +6,7 @@ Records of earlier versions still calibrate the planner.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,7 @@ def test_a_run_is_compared_with_an_earlier_one(
     command = [str(tiny_model), "--context", "512", "--compare", str(file)]
     done = CliRunner().invoke(app, [*command, "--json"])
     assert done.exit_code == 0, done.output
+    assert re.search(r"^  round 1: decode [0-9.]+ tok/s, prefill [0-9,]+ tok/s$", done.stderr, re.M)
     figures = json.loads(done.stdout)
     assert set(figures["compared"]) == {"decode_tok_s", "memory_bytes"}
     decode = figures["compared"]["decode_tok_s"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,9 @@ SHORT_PROMPT_TOKENS = 16
 _POWER_S = 3.0
 
 
-async def measure(load: LoadPlan) -> dict[str, Any]:
-    """Measure the speed and memory of the model in its own worker."""
+async def measure(load: LoadPlan, report: Callable[[str], None]) -> dict[str, Any]:
+    """Measure the speed and memory of the model in its own worker. Each round is passed to
+    `report`."""
     from localllm.engine.worker.supervisor import Supervisor
 
     supervisor = Supervisor(load.options)
@@ -41,7 +42,7 @@ async def measure(load: LoadPlan) -> dict[str, Any]:
         engine = await supervisor.engine()
         n_prompt = min(PROMPT_TOKENS, engine.info.n_ctx // 2)
         await _round(engine, 0, n_prompt)
-        short, decoded, prefilled = await _rounds(engine, n_prompt)
+        short, decoded, prefilled = await _rounds(engine, n_prompt, report)
         half_answer = DECODE_TOKENS // 2
         figures: dict[str, Any] = {
             "decode_tok_s": second_fastest(decoded),
@@ -72,7 +73,7 @@ def second_fastest(rates: Sequence[float]) -> float:
 
 
 async def _rounds(
-    engine: WorkerClient, n_prompt: int
+    engine: WorkerClient, n_prompt: int, report: Callable[[str], None]
 ) -> tuple[list[float], list[float], list[float]]:
     """Return speeds in tokens/s, one per round: decode after a short prompt, decode and prefill
     after `n_prompt` tokens."""
@@ -92,6 +93,7 @@ async def _rounds(
         rate, prefill = await _round(engine, 2 * i + 2, n_prompt)
         decoded.append(rate)
         prefilled.append(prefill)
+        report(f"  round {i + 1}: decode {rate:.1f} tok/s, prefill {prefill:,.0f} tok/s")
     return short, decoded, prefilled
 
 

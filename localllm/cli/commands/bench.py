@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,8 +95,9 @@ def bench(
     load = load_plan_named(model, settings)
     if share:
         shared.check(load)
-    print(f"measuring {load.name}: {ROUNDS} rounds, more if they disagree …", file=sys.stderr)
-    figures = asyncio.run(measure(load))
+    report = partial(print, file=sys.stderr, flush=True)
+    report(f"measuring {load.name}: {ROUNDS} rounds, more if they disagree …")
+    figures = asyncio.run(measure(load, report))
     power_share = load.options.engine.get("power", 1.0)
     if power_share != 1.0:
         figures["power_share"] = power_share  # slowed down on purpose
