@@ -31,6 +31,7 @@ from localllm.errors import BackendError
 from localllm.library import starter, store
 from localllm.library.resolve import resolve
 from localllm.load import kv_evidence
+from localllm.plain_output import TerminalLine
 from localllm.planner.quality import KvPrecision, passes
 from localllm.setup import build_check
 from localllm.setup.builds import SetupError
@@ -182,10 +183,13 @@ def examine(file: Path) -> None:
             hint="localllm setup",
         )
     print("examining the engine on the real device (a few minutes) …", file=sys.stderr, flush=True)
-    test = build_check.examine(hardware(), build, model, os.environ)
+    show = TerminalLine(sys.stderr).show
+    test = build_check.examine(hardware(), build, model, os.environ, show)
     lines = build_check.report(test)
     failed = bool(test.failures)
-    for other in examine_others():
+    others = examine_others(show)
+    show("")
+    for other in others:
         lines += ["", *other.lines]
         failed = failed or bool(other.failures)
     text = "\n".join([*lines, ""])

@@ -23,6 +23,7 @@ from localllm.load import kv_evidence
 from localllm.planner import kv_sizes
 from localllm.planner.types import RunSettings
 from localllm.setup import build_check
+from localllm.setup.build_check import Show
 from localllm_backends import registry
 from localllm_backends.declaration import Declaration
 
@@ -44,8 +45,9 @@ class EngineTest:
     failures: tuple[str, ...] = ()
 
 
-def examine_others() -> list[EngineTest]:
-    """Examine each installed engine other than llama.cpp."""
+def examine_others(show: Show) -> list[EngineTest]:
+    """Examine each installed engine other than llama.cpp. `show` gets the name of each check when
+    it begins."""
     tests = []
     for backend in registry.declarations():
         modules = [package.replace("-", "_") for package in backend.packages]
@@ -54,14 +56,15 @@ def examine_others() -> list[EngineTest]:
             continue
         models = [local for local in store.scan() if local.format in backend.formats]
         if models:
-            tests.append(examine_engine(backend, min(models, key=attrgetter("size_bytes"))))
+            smallest = min(models, key=attrgetter("size_bytes"))
+            tests.append(examine_engine(backend, smallest, show))
         else:
             missing = f"not checked: no {backend.label} model is on this disk (localllm pull)"
             tests.append(EngineTest((f"{backend.label:<12} {missing}",)))
     return tests
 
 
-def examine_engine(backend: Declaration, local: LocalModel) -> EngineTest:
+def examine_engine(backend: Declaration, local: LocalModel, show: Show) -> EngineTest:
     """Run all checks of `backend` on the model `local`. Never raises: a crash is a failure."""
     releases = [f"{package} {metadata.version(package)}" for package in backend.packages]
     lines = [
@@ -81,7 +84,7 @@ def examine_engine(backend: Declaration, local: LocalModel) -> EngineTest:
             "file": str(Path(folder) / "stored"),
         }
         for what in ("device", "restart"):
-            answers, failure = _answers(backend, what, local, order)
+            answers, failure = _answers(backend, what, local, order, show)
             checks += answers
             if failure:
                 failures.append(failure)
@@ -104,11 +107,15 @@ def _anonymous(text: str, local: LocalModel) -> str:
 
 
 def _answers(
-    backend: Declaration, what: str, local: LocalModel, order: Mapping[str, Any]
+    backend: Declaration,
+    what: str,
+    local: LocalModel,
+    order: Mapping[str, Any],
+    show: Show,
 ) -> tuple[list[Answer], str]:
     """Run a part of the checks. Returns the outcomes, and one sentence if the process failed."""
     arguments = [backend.name, what, str(local.path), json.dumps(order)]
-    replies = build_check.run(arguments, os.environ, timeout_s=_PATIENCE_S)
+    replies = build_check.run(arguments, os.environ, timeout_s=_PATIENCE_S, show=show)
     ended = [answer for answer in replies.answers if "outcome" in answer]
     failure = replies.failure
     if failure and replies.answers and "outcome" not in replies.answers[-1]:

@@ -15,7 +15,7 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,11 @@ _TIE_LOGITS = 1.0
 _PATIENCE_S = 600.0
 # Limit for all checks together on an emulated device.
 _CHECKS_PATIENCE_S = 3600.0
+Show = Callable[[str], None]
+
+
+def _show_nothing(_text: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +156,16 @@ def speed(answer: Mapping[str, Any]) -> str:
 
 
 def conformance(
-    model: Path, backend: str, environment: Mapping[str, str]
+    model: Path, backend: str, environment: Mapping[str, str], show: Show = _show_nothing
 ) -> tuple[list[dict[str, Any]], str]:
     """Run the contract's checks on `model`.
 
-    Returns the results of the completed checks, and one sentence if the process failed.
+    Returns the results of the completed checks, and one sentence if the process failed. `show`
+    gets the name of each check when it begins.
     """
     layers = 0 if backend == "cpu" else -1
     order = [ENGINE, "conformance", str(model), json.dumps({"layers": layers})]
-    replies = run(order, environment, timeout_s=_CHECKS_PATIENCE_S)
+    replies = run(order, environment, timeout_s=_CHECKS_PATIENCE_S, show=show)
     answers = replies.answers
     failure = replies.failure
     ended = [answer for answer in answers if "outcome" in answer]
@@ -169,13 +175,25 @@ def conformance(
 
 
 def run(
-    arguments: Sequence[str], environment: Mapping[str, str], *, timeout_s: float = _PATIENCE_S
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    timeout_s: float = _PATIENCE_S,
+    show: Show = _show_nothing,
 ) -> ProgramAnswers:
-    """Run the trial program and return its answers."""
+    """Run the trial program and return its answers. `show` gets the name of each check when it
+    begins."""
+
+    def began(answer: dict[str, Any]) -> None:
+        if "outcome" not in answer and "check" in answer:
+            show(f"checking that {answer['check']} …")
+
     # If other programs are running, threads that spin while they wait for each other are very slow
     # (engine/worker/supervisor.py).
     changed = {"GOMP_SPINCOUNT": "1000", **environment}
-    return programs.ask("self_test", *arguments, environment=changed, timeout_s=timeout_s)
+    return programs.ask(
+        "self_test", *arguments, environment=changed, timeout_s=timeout_s, on_answer=began
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +216,16 @@ class SelfTest:
 
 
 def examine(
-    device: Device, build: ggml.GgmlBuild, model: Path, environment: Mapping[str, str]
+    device: Device,
+    build: ggml.GgmlBuild,
+    model: Path,
+    environment: Mapping[str, str],
+    show: Show = _show_nothing,
 ) -> SelfTest:
     """Run all tests on the build in `environment`: ten tokens, then the contract's checks.
 
-    Never raises: a crash or hang becomes one of its failures.
+    Never raises: a crash or hang becomes one of its failures. `show` gets the name of each check
+    when it begins.
     """
     if build.failure:
         verdict = TrialVerdict(f"it does not start: {build.failure}")
@@ -217,7 +240,7 @@ def examine(
         verdict = TrialVerdict(expected)
     else:
         verdict = judge(driver, expected, environment)
-    checks, broken = conformance(model, driver, environment)
+    checks, broken = conformance(model, driver, environment, show)
     failures = [verdict.failure]
     for check in checks:
         if check["outcome"] == "failed":

@@ -28,8 +28,10 @@ def local(tmp_path: Path) -> LocalModel:
 def test_the_report_covers_text_kv_state_a_burst_kv_types_a_restart_and_memory(
     local: LocalModel,
 ) -> None:
-    test = doctor_engines.examine_engine(MLX, local)
+    shown: list[str] = []
+    test = doctor_engines.examine_engine(MLX, local, shown.append)
     assert test.failures == ()
+    assert "checking that a fork at the end continues independently …" in shown
     text = "\n".join(test.lines)
     for said in (
         "10 of 10 tokens as on the CPU",
@@ -51,7 +53,7 @@ def test_the_report_covers_text_kv_state_a_burst_kv_types_a_restart_and_memory(
 def test_a_model_that_cannot_be_loaded_is_a_failure_without_its_path(local: LocalModel) -> None:
     for file in local.files:
         file.write_bytes(b"no weights")
-    test = doctor_engines.examine_engine(MLX, local)
+    test = doctor_engines.examine_engine(MLX, local, [].append)
     assert test.failures
     text = "\n".join(test.lines)
     assert "FAILED" in text

@@ -29,8 +29,10 @@ MACHINE = identify(recordings.load("cpu_only_vm"))
 
 
 def test_every_check_runs_on_the_real_engine_and_the_report_names_them(tiny_model: Path) -> None:
-    test = build_check.examine(MACHINE, ask_build(), tiny_model, dict(os.environ))
+    shown: list[str] = []
+    test = build_check.examine(MACHINE, ask_build(), tiny_model, dict(os.environ), shown.append)
     assert test.failures == ()
+    assert shown == [f"checking that {check['check']} …" for check in test.checks]
     assert len(test.checks) == len(conformance.CHECKS)
     # llama.cpp samples no tokens itself.
     assert [c["check"] for c in test.checks if c["outcome"] != "ok"] == [

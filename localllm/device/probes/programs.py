@@ -10,7 +10,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -35,46 +36,71 @@ def ask(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 60.0,
+    on_answer: Callable[[dict[str, Any]], None] | None = None,
 ) -> ProgramAnswers:
     """Run the module `program` with this environment (None: this process's) and return its output.
 
-    Never raises.
+    `on_answer` is called with each answer when it arrives. Never raises.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", f"localllm_backends.{program}", *arguments],
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env=dict(os.environ if environment is None else environment),
-        )
-    except subprocess.TimeoutExpired as e:
-        return ProgramAnswers(
-            _answers(e.stdout), failure=f"it did not end in time ({timeout_s:.0f} s)"
-        )
-    except OSError as e:
-        return ProgramAnswers(failure=f"its process could not be started: {e}")
-    answers = _answers(done.stdout)
-    lines = done.stderr.decode("utf-8", "replace").splitlines()
-    stderr_lines = tuple(line.strip() for line in lines if line.strip())
+    # Its import takes milliseconds, and most commands run no program.
+    import tempfile
+
+    answers: list[dict[str, Any]] = []
+    late = threading.Event()
+    with tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"localllm_backends.{program}", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=dict(os.environ if environment is None else environment),
+            )
+        except OSError as e:
+            return ProgramAnswers(failure=f"its process could not be started: {e}")
+        assert process.stdout is not None
+        limit = threading.Timer(timeout_s, _kill, [process, late])
+        limit.start()
+        try:
+            for line in process.stdout:
+                for answer in _answers(line):
+                    answers.append(answer)
+                    if on_answer is not None:
+                        on_answer(answer)
+            process.wait()
+        finally:
+            limit.cancel()
+            process.kill()
+            process.stdout.close()
+            process.wait()
+        errors.seek(0)
+        printed = errors.read().decode("utf-8", "replace")
+    if late.is_set():
+        return ProgramAnswers(tuple(answers), failure=f"it did not end in time ({timeout_s:.0f} s)")
+    stderr_lines = tuple(line.strip() for line in printed.splitlines() if line.strip())
     failure = "" if answers else "its answer can't be read"
-    if done.returncode:
+    if process.returncode:
         if stderr_lines:
             last = stderr_lines[-1][:300]
         else:
             last = "it printed no answer"
-        failure = f"its process ended with {_ending(done.returncode)}: {last}"
-    return ProgramAnswers(answers, stderr_lines, failure)
+        failure = f"its process ended with {_ending(process.returncode)}: {last}"
+    return ProgramAnswers(tuple(answers), stderr_lines, failure)
 
 
-def _answers(printed: bytes | None) -> tuple[dict[str, Any], ...]:
-    """Return the JSON objects among the lines. Drivers sometimes print to standard output too."""
-    found = []
-    for line in (printed or b"").splitlines():
-        with suppress(ValueError):
-            found.append(json.loads(line))
-    return tuple(value for value in found if isinstance(value, dict))
+def _kill(process: subprocess.Popen[bytes], late: threading.Event) -> None:
+    late.set()
+    process.kill()
+
+
+def _answers(line: bytes) -> list[dict[str, Any]]:
+    """Return the JSON object of a line, if it has one. Drivers sometimes print to standard output
+    too."""
+    with suppress(ValueError):
+        value = json.loads(line)
+        if isinstance(value, dict):
+            return [value]
+    return []
 
 
 def _ending(code: int) -> str:
