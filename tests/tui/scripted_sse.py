@@ -65,6 +65,13 @@ class Refuse:
 
 
 @dataclass(frozen=True)
+class Json:
+    """Send a JSON body instead of a stream."""
+
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Drop:
     """Close the connection at this point."""
 
@@ -127,6 +134,9 @@ class ScriptedServer:
                 script = owner.scripts.popleft()
                 if isinstance(script[0], Refuse):
                     self._json(script[0].status, {"error": script[0].error})
+                    return
+                if isinstance(script[0], Json):
+                    self._json(200, script[0].body)
                     return
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")

@@ -243,10 +243,10 @@ class PendingAnswer(AnswerStream):
             return
         super().close()
         meta = self.meter.meta()
-        if (
-            self.meter.usage is None
-        ):  # stopped before the server's count: keep the figures of the screen
-            meta["prompt_tokens"] = self.meter.prompt_tokens or self.session.used_tokens
+        if self.meter.usage is None:  # stopped, or the server counts no tokens
+            prompt_tokens = self.meter.prompt_tokens or self.session.used_tokens
+            if prompt_tokens:
+                meta["prompt_tokens"] = prompt_tokens
             meta["completion_tokens"] = self.meter.tokens
             meta["estimated"] = True
         meta |= self._reread()

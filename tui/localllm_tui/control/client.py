@@ -12,16 +12,16 @@ from urllib.parse import quote, urlsplit
 
 from localllm import foreign_json
 from localllm.addresses import is_loopback
-from localllm.errors import LocalLLMError, ServerUnreachableError, by_code
+from localllm.errors import ServerUnreachableError
 from localllm.foreign_json import JsonPart, MalformedError, parse, well_formed
 from localllm.sse import DONE, LineBuffer, data_of
 from localllm_tui.control.attachments import as_sent
 from localllm_tui.control.interfaces import ChatEngine
 from localllm_tui.control.physics import ModelPhysics
+from localllm_tui.control.server_errors import refused
 from localllm_tui.control.stream_events import StreamEvent, WaitNote
 from localllm_tui.control.stream_reader import (
     AnswerReader,
-    error_of,
     malformed,
     start_again,
     without_body_positions,
@@ -182,7 +182,7 @@ class ChatClient:
         """The models of the server. Raises LocalLLMError."""
         status, body = await self._get("models")
         if status != 200:
-            raise _error(status, body)
+            raise refused(status, {}, body)
         try:
             data = parse(body).get("data")
             if data.value is None:
@@ -282,7 +282,7 @@ class ChatClient:
         try:
             async with self.http.stream("POST", "chat/completions", json=body) as response:
                 if response.status_code != 200:
-                    raise _error(response.status_code, await _body(response))
+                    raise refused(response.status_code, response.headers, await _body(response))
                 async with aclosing(_events(response, self._unreachable_hint)) as events:
                     async for event in events:
                         yield event
@@ -296,18 +296,35 @@ class ChatClient:
 
 async def _events(response: httpx.Response, hint: str) -> AsyncGenerator[StreamEvent, None]:
     answer = AnswerReader(hint)
-    async for line in _lines(response, hint):
+    kind = response.headers.get("content-type", "")
+    if "html" in kind:
+        raise MalformedError("it answered with a web page")
+    if "json" in kind:  # the server does not stream
+        for event in answer.chunk((await _body(response)).decode("utf-8", "replace")):
+            yield event
+    else:
+        async with aclosing(_streamed(response, answer)) as events:
+            async for event in events:
+                yield event
+    for event in answer.end():
+        yield event
+
+
+async def _streamed(
+    response: httpx.Response, answer: AnswerReader
+) -> AsyncGenerator[StreamEvent, None]:
+    is_error = False
+    async for line in _lines(response, answer.hint):
         data = data_of(line) or ""
         if data == DONE:
             break
         if line.startswith(":"):
             events = answer.comment(line[1:].strip())
         else:
-            events = answer.chunk(data)
+            is_error = line.startswith("event: error") or (is_error and bool(line))
+            events = answer.chunk(data, is_error=is_error)
         for event in events:
             yield event
-    for event in answer.end():
-        yield event
 
 
 async def _lines(response: httpx.Response, hint: str) -> AsyncIterator[str]:
@@ -348,19 +365,6 @@ def _listed(entry: JsonPart) -> ListedModel:
         entry.get("sampling").members(),
         bool(entry.get("has_system").value),
     )
-
-
-def _error(status: int, body: bytes) -> LocalLLMError:
-    try:
-        error = parse(body).get("error")
-    except MalformedError:
-        error = JsonPart(None)
-    if error.value:
-        return error_of(error)
-    text = body.decode("utf-8", "replace").strip()[:200]
-    if text:
-        return by_code("backend_error", f"the server answered {status}: {text}")
-    return by_code("backend_error", f"the server answered {status}")
 
 
 def _reason(e: Exception) -> str:

@@ -45,7 +45,7 @@ def _described(versions: list[StoredMessage], number: int) -> tuple[str, str]:
     if answer.meta.get("model"):
         title += f" {one_line(str(answer.meta['model']))}"
     n_tokens = answer.meta.get("completion_tokens")
-    if isinstance(n_tokens, int):
+    if isinstance(n_tokens, int) and not answer.meta.get("estimated"):
         title += f", {how_many(n_tokens, 'token')}"
     return title, printable(answer.content)
 

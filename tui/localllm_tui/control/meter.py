@@ -148,10 +148,10 @@ class AnswerMeter:
 
 
 def status_text(
-    width: int, model: str, used: int, n_ctx: int | None, meta: Mapping[str, Any]
+    width: int, model: str, used: int | None, n_ctx: int | None, meta: Mapping[str, Any]
 ) -> str:
     """The status line in at most `width` cells, with short names in a narrow one. `used` tokens of
-    a context of `n_ctx` (None: unknown); `meta` as the history keeps it with an answer
+    a context of `n_ctx` (each None: unknown); `meta` as the history keeps it with an answer
     (AnswerMeter.meta)."""
     model = one_line(model)
     for words, cells, least in ((True, BAR_CELLS, 40), (False, 8, 40), (False, 0, 12)):
@@ -170,12 +170,12 @@ _SHORT = ("ctx", "TTFT", "cached")
 
 
 def _figures(
-    used: int, n_ctx: int | None, meta: Mapping[str, Any], words: bool, bar_cells: int
+    used: int | None, n_ctx: int | None, meta: Mapping[str, Any], words: bool, bar_cells: int
 ) -> Iterator[str]:
     context, first_token, cached = _WORDS if words else _SHORT
     if "tok_s" in meta:
         yield f"{meta['tok_s']:.1f} tok/s"
-    if n_ctx:
+    if n_ctx and used is not None:
         figure = f"{context} {used:,}/{n_ctx:,}"
         if bar_cells:
             figure += f" {bar(used, n_ctx, bar_cells)}"

@@ -25,6 +25,7 @@ from localllm_tui.control.stream_events import (
     ToolCall,
     WaitNote,
 )
+from localllm_tui.control.thinking_tags import ThinkingTags
 
 _PREFILL = re.compile(r"prefill\D+(\d{1,15})\s*/\s*(\d{1,15})(?!\d)")
 _CACHE = re.compile(r"cache \d+/\d+ tokens; (.+)")
@@ -34,6 +35,8 @@ _LEFT_OUT = re.compile(r"compacted (\d{1,15}) messages, \d+ tokens")
 _NO_NEWS = re.compile(r"|ping|keep-?alive|heartbeat|cache\b.*", re.IGNORECASE)
 # Comments of our server, as they are shown.
 _STATUS_TEXTS = {"loading": "loading the model", "queued, 0 ahead": "starting"}
+# Where servers send the model's thinking; ours is first.
+_THINKING_FIELDS = ("reasoning_content", "reasoning", "reasoning_text", "thinking")
 # The most characters of a comment, and of an error, that are shown.
 _NOTE_CHARS = 200
 _ERROR_CHARS = 2000
@@ -69,6 +72,13 @@ class _CallInPieces:
         self._names.append(function.get("name").piece())
         self._arguments.append(function.get("arguments").piece())
 
+    def is_other(self, piece: JsonPart) -> bool:
+        """True if a piece begins another call: it has an id of its own, and a name."""
+        own_id = piece.get("id").text()
+        if not own_id or not self._id or own_id == self._id:
+            return False
+        return bool(piece.get("function").get("name").piece())
+
     def tool_call(self) -> ToolCall:
         name = well_formed("".join(self._names))
         return ToolCall(self._id, name, well_formed("".join(self._arguments)))
@@ -84,7 +94,10 @@ class AnswerReader:
     usage: AnswerUsage | None = None
     cache_miss: str = ""
     timings: AnswerTimings | None = None
-    _calls: dict[int, _CallInPieces] = field(default_factory=dict)
+    _streams: bool = False  # False for a server that sends the whole message at once
+    _calls: list[_CallInPieces] = field(default_factory=list)
+    _call_at: dict[int, _CallInPieces] = field(default_factory=dict)  # the latest of each index
+    _tags: ThinkingTags = field(default_factory=ThinkingTags)
     _text: PieceJoiner = field(default_factory=PieceJoiner)
     _thinking: PieceJoiner = field(default_factory=PieceJoiner)
 
@@ -104,24 +117,34 @@ class AnswerReader:
         elif not _NO_NEWS.fullmatch(text):
             yield WaitNote(_STATUS_TEXTS.get(text, text)[:_NOTE_CHARS])
 
-    def chunk(self, data: str) -> Iterator[StreamEvent]:
-        """Yield the events of a chunk of the stream. An empty chunk has no events.
+    def chunk(self, data: str, *, is_error: bool = False) -> Iterator[StreamEvent]:
+        """Yield the events of a chunk of the stream. An empty chunk has no events. `is_error`: the
+        chunk is an error by the name of its event.
 
         The well-formed parts before a malformed one are yielded before the error is raised.
         """
         try:
-            yield from self._chunk(parse(data or "{}"))
+            yield from self._chunk(parse(data or "{}"), is_error)
         except MalformedError as e:
             raise malformed(e, self.hint) from e
 
-    def _chunk(self, chunk: JsonPart) -> Iterator[StreamEvent]:
+    def _chunk(self, chunk: JsonPart, is_error: bool) -> Iterator[StreamEvent]:
         self._figures(chunk)
         for choice in chunk.get("choices").items():
-            yield from self._delta(choice.get("delta"))
+            if choice.get("index").count():
+                continue  # another answer to the same question
+            delta = choice.get("delta")
+            if delta.value is not None:
+                self._streams = True
+            elif not self._streams:
+                delta = choice.get("message")
+            yield from self._delta(delta)
             self.reason = choice.get("finish_reason").text() or self.reason
         error = chunk.get("error")
         if error.value:
             raise error_of(error)
+        if chunk.value and (is_error or chunk.get("object").value == "error"):
+            raise error_of(chunk)
 
     def _figures(self, chunk: JsonPart) -> None:
         usage = chunk.get("usage")
@@ -132,23 +155,62 @@ class AnswerReader:
             self.timings = _timings(timings)
 
     def _delta(self, delta: JsonPart) -> Iterator[StreamEvent]:
-        thought = delta.get("reasoning_content")
-        if not thought.value:
-            thought = delta.get("reasoning")
+        for name in _THINKING_FIELDS:
+            thought = delta.get(name)
+            if thought.value:
+                yield from self._thought(thought)
+                break
+        content = delta.get("content")
+        if isinstance(content.value, list):
+            for part in content.items():
+                yield from self._part(part)
+        else:
+            yield from self._content_text(content)
+        yield from self._content_text(delta.get("refusal"))
+        for piece in delta.get("tool_calls").items():
+            self._call(piece).add(piece)
+
+    def _thought(self, thought: JsonPart) -> Iterator[StreamEvent]:
         thinking = self._thinking.feed(thought.piece())
         if thinking:
             yield TextDelta("", thinking)
-        text = self._text.feed(delta.get("content").piece())
+
+    def _content_text(self, content: JsonPart) -> Iterator[StreamEvent]:
+        thinking, text = self._tags.feed(self._text.feed(content.piece()))
+        if thinking:
+            yield TextDelta("", thinking)
         if text:
             yield TextDelta(text)
-        for piece in delta.get("tool_calls").items():
-            at = piece.get("index").index()
-            self._calls.setdefault(at, _CallInPieces()).add(piece)
+
+    def _part(self, part: JsonPart) -> Iterator[StreamEvent]:
+        """The events of a part of a content that is a list. Only texts and thinking are known."""
+        kind = part.get("type").text()
+        if kind == "text":
+            yield from self._content_text(part.get("text"))
+        elif kind == "thinking":
+            thought = part.get("thinking")
+            if isinstance(thought.value, list):
+                for inner in thought.items():
+                    yield from self._thought(inner.get("text"))
+            else:
+                yield from self._thought(thought)
+
+    def _call(self, piece: JsonPart) -> _CallInPieces:
+        """The call that a piece belongs to. Some servers number all calls 0."""
+        at = piece.get("index").index()
+        call = self._call_at.get(at)
+        if call is None or call.is_other(piece):
+            call = _CallInPieces()
+            self._calls.append(call)
+            self._call_at[at] = call
+        return call
 
     def end(self) -> Iterator[StreamEvent]:
         """Yield the last events. Raises ServerUnreachableError if the answer is incomplete."""
-        text = self._text.end()
-        thinking = self._thinking.end()
+        thought, text = self._tags.feed(self._text.end())
+        kept_thought, kept_text = self._tags.end()
+        text += kept_text
+        thinking = thought + kept_thought + self._thinking.end()
         if text or thinking:
             yield TextDelta(text, thinking)
         if not self.reason:
@@ -156,7 +218,7 @@ class AnswerReader:
                 "the server ended the answer before it was complete",
                 hint=self.hint or "ask again",
             )
-        for call in self._calls.values():
+        for call in self._calls:
             yield call.tool_call()
         yield AnswerDone(self.reason, self.usage, self.cache_miss, self.timings)
 

@@ -95,6 +95,16 @@ def _plain(text: str) -> str:
     return "".join("\\" + c if c in "\\`*_{}[]<>()#+-.!|~" else c for c in text)
 
 
+# The notes about finish reasons other than the usual ones.
+_ENDS = {
+    "stopped": "stopped; /more continues it, /retry answers again",
+    "repetition": "ended, because it repeats itself; /more continues it, /retry answers again",
+    "length": "cut at the token limit; /more continues it",
+    "content_filter": "ended by the server's content filter",
+    "error": "interrupted; /more continues it, /retry answers again",
+}
+
+
 def note_under(turn: StoredMessage) -> str:
     """The line under an answer: only exceptional facts."""
     return "; ".join(_notes(turn))
@@ -105,14 +115,8 @@ def _notes(turn: StoredMessage) -> Iterator[str]:
     reason = meta.get("finish_reason")
     if not turn.complete:
         yield "the chat ended before the answer; /more continues it, /retry answers again"
-    elif reason == "stopped":
-        yield "stopped; /more continues it, /retry answers again"
-    elif reason == "repetition":
-        yield "ended, because it repeats itself; /more continues it, /retry answers again"
-    elif reason == "length":
-        yield "cut at the token limit; /more continues it"
-    elif reason == "error":
-        yield "interrupted; /more continues it, /retry answers again"
+    elif reason in _ENDS:
+        yield _ENDS[reason]
     if meta.get("left_out"):
         yield f"the {meta['left_out']} oldest messages were left out, because of the context size"
     if meta.get("identical_calls"):

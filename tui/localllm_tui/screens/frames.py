@@ -181,18 +181,26 @@ class ChatFrames:
         chat = self._chat
         session = self._chat.session
         used = session.used_tokens
+        answered = session.last_answer is not None
         meta: Mapping[str, Any] = {}
         if chat.streaming is not None:
             meter = chat.streaming.meter
             meta = meter.meta()
-            used = meter.used or used + meter.tokens  # an estimate until the server has counted
+            answered = meter.tokens > 0
+            if meter.used:
+                used = meter.used
+            elif used:
+                used += meter.tokens  # an estimate until the server has counted
         else:
             if session.last_answer is not None:
                 meta = session.last_answer.meta
             if self._counted is not None and not session.counted:
                 used = self._counted
+        in_use: int | None = used
+        if answered and not used:
+            in_use = None  # the server does not count
         self._screen.query_one(StatusLine).show(
-            model=chat.model, used=used, n_ctx=chat.listed.n_ctx, meta=meta
+            model=chat.model, used=in_use, n_ctx=chat.listed.n_ctx, meta=meta
         )
         self.show_head()
         panel = self._screen.query_one(GlassPanel)
