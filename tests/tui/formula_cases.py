@@ -91,3 +91,40 @@ FORMULAS = [
     (r"\lceil x \rceil", "⌈x⌉"),
     (r"\widehat{ABC}", "AB̂C"),
 ]
+
+# Formulas of the kinds that were wrong: TeX's own fractions, factors, arguments, chemistry, arrays.
+OTHER_FORMULAS = [
+    (r"{n \choose k} = {a \over b}", "(n choose k) = a/b"),
+    (r"\frac{1}{2}\left(a+b\right)", "(1/2)(a+b)"),
+    (r"\frac{\partial}{\partial x}\left( x^2 \right)", "(∂/∂x)(x²)"),
+    (r"\frac{x}{2}!", "(x/2)!"),
+    (r"\sin\frac{x}{2} + \log_2\frac{a}{b}", "sin (x/2) + log₂ (a/b)"),
+    (r"\lim_{n \to 0} \frac{a}{n}", "lim_(n → 0) a/n"),
+    (r"\sqrt{2}x + \sqrt{a}\sqrt{b} = \sqrt{ab}", "√2 x + √a √b = √(ab)"),
+    (r"\overline{\overline{A} \cap B}", "A̅̅ ̅∩̅ ̅B̅"),
+    (r"\underline{\underline{A}}", "A̲̲"),
+    (r"\overleftarrow{AB} \overleftrightarrow{AB}", "A⃖B⃖ A⃡B⃡"),
+    (r"\langle x \rangle^2 + \lVert x \rVert_{\infty}", "⟨x⟩² + ‖x‖_∞"),
+    (r"\langle x, y \rangle_{\mathcal{H}}", "⟨x, y⟩_ℋ"),
+    (r"\therefore a \perp b", "∴ a ⊥ b"),
+    (r"f\colon X \to Y", "f: X → Y"),
+    (r"x^{\ast} + \hbox{if } x", "x* + if x"),
+    (r"\text{if $x \ge 0$, \$5}", "if x ≥ 0, $5"),
+    (r"\ce{^{14}_{6}C + ^{235}U}", "¹⁴₆C + ²³⁵U"),
+    (r"\ce{A ->[\Delta] B <=>[Fe] C}", "A ─Δ→ B ⇌(Fe) C"),
+    (r"\ce{Cu^2+ + 2e- -> Cu v}", "Cu²⁺ + 2e⁻ → Cu ↓"),
+    (r"\ce{CH3COO- + H3O+ + Al2(SO4)3}", "CH₃COO⁻ + H₃O⁺ + Al₂(SO₄)₃"),
+    (r"\ce{CuSO4.5H2O + CO2 ^}", "CuSO₄·5H₂O + CO₂ ↑"),
+    (r"\pu{1.2 mol L^-1}", "1.2 mol L⁻¹"),
+    (
+        r"\left( \begin{array}{cc|c} 1 & 0 & 3 \\ 0 & 1 & 4 \end{array} \right)",
+        "(1 0 | 3; 0 1 | 4)",
+    ),
+    (r"\left[ \begin{matrix} x \\ y \end{matrix} \right]", "[x; y]"),
+    (
+        r"\left\{ \begin{array}{ll} x & x > 0 \\ -x & x < 0 \end{array} \right.",
+        "{x, x > 0; -x, x < 0",
+    ),
+    (r"\begin{cases} 1, & x>0,\\ 0, & x\le 0. \end{cases}", "{ 1, x > 0; 0, x ≤ 0."),
+    (r"\begin{Bmatrix} a \\ b \end{Bmatrix}", "{a; b}"),
+]

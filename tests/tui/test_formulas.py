@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from localllm_tui.widgets.formulas import as_lines, as_unicode
 from localllm_tui.widgets.markdown import MarkdownRows
-from tui.formula_cases import FORMULAS
+from tui.formula_cases import FORMULAS, OTHER_FORMULAS
 
 
 def shown(said: str, width: int = 70, **how: Any) -> str:
@@ -88,11 +88,23 @@ def test_eighty_formulas_have_the_expected_text() -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize(("latex", "text"), OTHER_FORMULAS)
+def test_rarer_forms_of_formulas_have_the_expected_text(latex: str, text: str) -> None:
+    assert as_unicode(latex) == text
+
+
 @pytest.mark.parametrize(
     ("latex", "rows"),
     [
         (r"x = \frac{a+b}{2}", ["    a+b", "x = ───", "     2"]),
         (r"e^{-\frac{x}{2}}", [" -x/2", "e"]),
+        (r"10^{\alpha}", ["  α", "10"]),
+        (r"\frac{\frac{a}{b}}{c}", [" a", " ─", " b", "───", " c"]),
+        (r"(\frac{a}{b})^2", [" a", "(─)²", " b"]),
+        (r"\sup_{x \in A}|f(x)|", [" sup  |f(x)|", "x ∈ A"]),
+        (r"\lVert x \rVert_{\infty}", ["‖x‖", "   ∞"]),
+        (r"\left(\begin{array}{c|c}1&2\\3&4\end{array}\right)", ["⎛1  │  2⎞", "⎝3  │  4⎠"]),
+        (r"\begin{align}a&=1&b&=2\\c&=3&d&=4\end{align}", ["a = 1   b = 2", "c = 3   d = 4"]),
         (r"\sqrt{\frac{a}{b}}", ["  ┌─", "  │a", "  │─", "╲╱│b"]),
         (r"\sum_{i=0}^{\infty} x", ["  ∞", "  ∑   x", "i = 0"]),
         (r"\begin{pmatrix} 1 & -1 \\ 10 & 2 \end{pmatrix}^T", ["⎛1   -1⎞ᵀ", "⎝10  2 ⎠"]),

@@ -94,9 +94,12 @@ def above(boxes: Sequence[Box], base: int, kind: Kind = "ord") -> Box:
 
 
 def fraction(numerator: Box, denominator: Box) -> Box:
-    """A fraction of two storeys."""
-    bar = flat("─" * max(numerator.width, denominator.width))
-    return above([numerator, bar, denominator], 1, "frac")
+    """A fraction of two storeys. Its bar is longer than the bars of fractions in it."""
+    width = max(numerator.width, denominator.width)
+    bar = "─" * width
+    if any(line.strip() == bar for line in (*numerator.lines, *denominator.lines)):
+        bar += "──"
+    return above([numerator, flat(bar), denominator], 1, "frac")
 
 
 def root(of: Box) -> Box:

@@ -33,32 +33,29 @@ from localllm_tui.widgets.latex_signs import (
     sign_of,
     stacks,
 )
+from localllm_tui.widgets.latex_tables import (
+    EQUATIONS,
+    TABLES,
+    aligned_equations,
+    flat_rows,
+    flat_table,
+    ruled,
+)
+from localllm_tui.widgets.latex_tokens import LatexTokens, UnreadableError
 
-_TOKEN = re.compile(r"\\[A-Za-z]+\*?|\\.|\s+|.", re.DOTALL)
 _DEEPEST = 30
 _SPACES = {",": " ", ";": " ", ":": " ", " ": " ", "!": "", "/": "", "quad": "  ", "qquad": "    ",
-           "thinspace": " ", "enspace": " ", ">": " ", "\n": " "}  # fmt: skip
+           "thinspace": " ", "enspace": " ", ">": " ", "\n": " ",
+           "colon": ": "}  # fmt: skip
 _FRACTIONS = ("frac", "dfrac", "tfrac", "cfrac")
-_TEXTS = ("text", "textbf", "textit", "textrm", "texttt", "textsf", "mbox", "operatorname")
+_BETWEEN = ("\\over", "\\choose", "\\atop")  # TeX's own fractions, written between their parts
+_TEXTS = ("text", "textbf", "textit", "textrm", "texttt", "textsf", "mbox", "hbox", "operatorname")
 _PLAIN = ("mathrm", "mathit", "mathsf", "mathtt", "mathop", "mathbin", "mathrel", "mathord", "rm",
           "smash", "mathstrut", "emph")  # fmt: skip
 _IGNORED = re.compile(
     r"(display|text|script)style|limits|nolimits|nonumber|notag|middle|boldmath|hline|centering"
     r"|[bB]igg?[lrm]?"
 )
-# The brackets around an environment's table, and how its columns are aligned.
-_TABLES = {
-    "matrix": ("", "", "c"), "smallmatrix": ("", "", "c"), "pmatrix": ("(", ")", "c"),
-    "bmatrix": ("[", "]", "c"), "Bmatrix": ("{", "}", "c"), "vmatrix": ("|", "|", "c"),
-    "Vmatrix": ("‖", "‖", "c"), "array": ("", "", "c"), "cases": ("{", "", "l"),
-    "dcases": ("{", "", "l"), "rcases": ("", "}", "l"),
-}  # fmt: skip
-_LINES = ("align", "aligned", "alignat", "split", "eqnarray", "gather", "gathered", "equation",
-          "multline", "flalign")  # fmt: skip
-
-
-class _UnreadableError(ValueError):
-    """A formula with an unknown macro, without a closing brace, or too deep."""
 
 
 def lines_of(latex: str, *, displayed: bool) -> tuple[str, ...]:
@@ -66,53 +63,19 @@ def lines_of(latex: str, *, displayed: bool) -> tuple[str, ...]:
     several lines."""
     try:
         return _LatexReader(latex, displayed).lines()
-    except _UnreadableError:
+    except UnreadableError:
         return ()
 
 
-class _LatexReader:
+class _LatexReader(LatexTokens):
     def __init__(self, latex: str, displayed: bool) -> None:
-        self._tokens = _TOKEN.findall(latex)
-        self._at = 0
+        super().__init__(latex)
         self._depth = 0
         self._displayed = displayed
 
     def lines(self) -> tuple[str, ...]:
         rows = self._grid("")
-        return _aligned(rows).lines
-
-    # -- tokens ------------------------------------------------------------------------------------
-
-    @property
-    def _next(self) -> str:
-        """The next token; "" at the end."""
-        if self._at < len(self._tokens):
-            return str(self._tokens[self._at])
-        return ""
-
-    def _take(self) -> str:
-        token = self._next
-        self._at += 1
-        return token
-
-    def _skip_space(self) -> None:
-        while self._next.isspace():
-            self._at += 1
-
-    def _raw(self) -> str:
-        """The argument as written, without its braces."""
-        self._skip_space()
-        token = self._take()
-        if token != "{":
-            return token
-        depth = 1
-        start = self._at
-        while depth:
-            token = self._take()
-            if not token:
-                raise _UnreadableError("a brace is not closed")
-            depth += (token == "{") - (token == "}")
-        return "".join(self._tokens[start : self._at - 1])
+        return aligned_equations(rows).lines
 
     def _option(self) -> Box | None:
         """The argument in square brackets, if present."""
@@ -149,21 +112,24 @@ class _LatexReader:
         """Boxes up to one of the tokens `stops`, which stays."""
         self._depth += 1
         if self._depth > _DEEPEST:
-            raise _UnreadableError("too deep")
+            raise UnreadableError("too deep")
         parts: list[Box] = []
         spaces: list[str] = []  # before each part: "", "hard", or "soft" after a macro's name
         space = ""
         while self._next not in stops:
             token = self._next
-            if not token or token in ("}", "\\right", "\\end"):
-                raise _UnreadableError("a bracket is not closed, or not opened")
-            if token.isspace() or token in ("&", "~", "\\\\"):
-                after_name = self._at > 0 and self._tokens[self._at - 1][-1:].isalpha()
-                macro = self._tokens[self._at - 1].startswith("\\") and after_name
-                space = "soft" if macro and token.isspace() else "hard"
+            if token in _BETWEEN:
                 self._take()
+                over = assembled(parts, spaces)
+                under = self._row(stops)
+                self._depth -= 1
+                return self._divided(token, over, under)
+            if not token or token in ("}", "\\right", "\\end"):
+                raise UnreadableError("a bracket is not closed, or not opened")
+            if token.isspace() or token in ("&", "~", "\\\\"):
+                space = self._take_space()
                 continue
-            box = self._nucleus()
+            box = flat(self._number()) if token.isdecimal() else self._nucleus()
             if box is not None:
                 parts.append(self._with_scripts(box))
                 spaces.append(space)
@@ -171,10 +137,18 @@ class _LatexReader:
         self._depth -= 1
         return assembled(parts, spaces)
 
+    def _take_space(self) -> str:
+        """Take a space. It is "soft" after a macro's name, which it may only end."""
+        before = self._tokens[self._at - 1] if self._at else ""
+        token = self._take()
+        if token.isspace() and before.startswith("\\") and before[-1:].isalpha():
+            return "soft"
+        return "hard"
+
     def _argument(self) -> Box:
         self._skip_space()
         if not self._next:
-            raise _UnreadableError("an argument is missing")
+            raise UnreadableError("an argument is missing")
         return self._nucleus() or EMPTY
 
     def _on_one_line(self) -> Box:
@@ -231,7 +205,7 @@ class _LatexReader:
 
     def _macro(self, name: str) -> Box | None:
         if not name:
-            raise _UnreadableError("the formula ends with a backslash")
+            raise UnreadableError("the formula ends with a backslash")
         if _IGNORED.fullmatch(name):
             return None
         if name in _SPACES:
@@ -287,7 +261,10 @@ class _LatexReader:
         return flat(f"{left}{self._on_one_line().text}{right}")
 
     def _chemical(self, _name: str) -> Box:
-        return flat(chemical(self._raw()), "text")
+        try:
+            return flat(chemical(self._raw()), "text")
+        except ValueError as e:
+            raise UnreadableError(str(e)) from None
 
     def _sign(self, name: str) -> Box:
         if not name.isalpha():
@@ -296,7 +273,7 @@ class _LatexReader:
         try:
             sign = sign_of(name)
         except ValueError as e:
-            raise _UnreadableError(str(e)) from None
+            raise UnreadableError(str(e)) from None
         kind = kind_of(sign)
         if name[0] in "lr" and sign in "|‖":
             kind = "open" if name[0] == "l" else "close"
@@ -305,13 +282,20 @@ class _LatexReader:
         return Box((sign,), kind=kind, limits=stacks(sign))
 
     def _text(self, name: str) -> Box:
-        raw = re.sub(r"\\([%&_#$ {}])", r"\1", self._raw())
+        raw = re.sub(r"\\([%&_# {}])", r"\1", self._raw())
         raw = raw.replace("\\,", " ").replace("~", " ")
+        raw = re.sub(r"(?<!\\)\$([^$]+)(?<!\\)\$", self._formula_in_text, raw).replace("\\$", "$")
         if "\\" in raw:
-            raise _UnreadableError("a macro in a text")
+            raise UnreadableError("a macro in a text")
         if name.startswith("operatorname"):
             return Box((raw,), kind="op", limits=name.endswith("*") or stacks(raw))
-        return flat(raw.replace("$", ""), "text")
+        return flat(raw, "text")
+
+    def _formula_in_text(self, formula: re.Match[str]) -> str:
+        lines = _LatexReader(formula[1], displayed=False).lines()
+        if len(lines) != 1:
+            raise UnreadableError("a high formula in a text")
+        return lines[0]
 
     def _plain(self) -> Box:
         inside = self._argument()
@@ -327,12 +311,19 @@ class _LatexReader:
     def _accent(self, accent: str) -> Box:
         inside = self._on_one_line()
         if not inside.text:
-            raise _UnreadableError("an accent without a letter")
+            raise UnreadableError("an accent without a letter")
         return flat(accented(inside.text, accent), "ord" if len(inside.text) < 4 else "text")
+
+    def _divided(self, name: str, over: Box, under: Box) -> Box:
+        if name == "\\choose":
+            return self._chosen(over, under)
+        return self._fraction_of(over, under)
 
     def _fraction(self) -> Box:
         over = self._argument()
-        under = self._argument()
+        return self._fraction_of(over, self._argument())
+
+    def _fraction_of(self, over: Box, under: Box) -> Box:
         if self._displayed:
             return fraction(over, under)
         above_bar = over.text
@@ -342,7 +333,9 @@ class _LatexReader:
 
     def _binomial(self, _name: str) -> Box:
         over = self._argument()
-        under = self._argument()
+        return self._chosen(over, self._argument())
+
+    def _chosen(self, over: Box, under: Box) -> Box:
         if self._displayed:
             return bracketed(above([over, under], 0), "(", ")")
         return flat(f"({over.text} choose {under.text})", "close")
@@ -350,7 +343,7 @@ class _LatexReader:
     def _root(self, _name: str) -> Box:
         nth = self._option()
         if nth is not None and not nth.flat:
-            raise _UnreadableError("the degree of a root is too high")
+            raise UnreadableError("the degree of a root is too high")
         of = self._argument()
         if not of.flat:
             drawn = root(of)
@@ -407,7 +400,7 @@ class _LatexReader:
     def _arrow(self, name: str) -> Box:
         below = self._option()
         if below is not None and not below.flat:
-            raise _UnreadableError("the text below an arrow is too high")
+            raise UnreadableError("the text below an arrow is too high")
         over = self._on_one_line().text
         under = "" if below is None else f"[{below.text}]"
         if name == "xleftarrow":
@@ -425,7 +418,7 @@ class _LatexReader:
     def _substack(self, _name: str) -> Box:
         self._skip_space()
         if self._take() != "{":
-            raise _UnreadableError("an argument is missing")
+            raise UnreadableError("an argument is missing")
         displayed = self._displayed
         self._displayed = False
         rows = [in_row(row).text for row in self._grid("}")]
@@ -433,21 +426,32 @@ class _LatexReader:
         return flat(", ".join(rows), "row")
 
     def _environment(self, _name: str) -> Box:
+        delimiter = self._delimiter_before()
         name = self._raw().rstrip("*")
         columns = ""
         if name in ("array", "alignat"):
-            columns = re.sub("[^lcr]", "", self._raw())
-        if name not in _TABLES and name not in _LINES:
-            raise _UnreadableError(f"unknown environment {name}")
+            columns = re.sub("[^lcr|]", "", self._raw())
+        rows = self._rows_of(name)
+        if name in EQUATIONS:
+            return aligned_equations(rows)
+        left, right, aligned = TABLES[name]
+        if name == "array":
+            sign = "│" if self._displayed else "|"
+            rows, aligned = ruled(rows, columns or aligned, sign)
+        if self._displayed:
+            return bracketed(table(rows, aligned or "c", 2), left, right)
+        if delimiter and not left and not right:
+            return flat_rows(rows, ", " if delimiter == "\\{" else " ")
+        return flat_table(rows, left, right)
+
+    def _rows_of(self, name: str) -> list[list[Box]]:
+        """The rows of an environment."""
+        if name not in TABLES and name not in EQUATIONS:
+            raise UnreadableError(f"unknown environment {name}")
         rows = self._grid("\\end")
         if self._raw().rstrip("*") != name or not rows:
-            raise _UnreadableError(f"{name} does not end")
-        if name in _LINES:
-            return _aligned(rows)
-        left, right, aligned = _TABLES[name]
-        if self._displayed:
-            return bracketed(table(rows, columns or aligned, 2), left, right)
-        return _flat_table(rows, left, right)
+            raise UnreadableError(f"{name} does not end")
+        return rows
 
 
 _HANDLERS: dict[str, Callable[[_LatexReader, str], Box | None]] = {
@@ -458,6 +462,7 @@ _HANDLERS: dict[str, Callable[[_LatexReader, str], Box | None]] = {
     "tag": _LatexReader._tag,
     "substack": _LatexReader._substack,
     "ce": _LatexReader._chemical,
+    "pu": _LatexReader._chemical,
 }
 _HANDLERS |= dict.fromkeys(("binom", "dbinom", "tbinom"), _LatexReader._binomial)
 _HANDLERS |= dict.fromkeys(("overset", "underset", "stackrel"), _LatexReader._set)
@@ -470,29 +475,3 @@ _HANDLERS |= dict.fromkeys(("hspace", "vspace", "kern"), _LatexReader._space)
 _HANDLERS |= dict.fromkeys(("color", "label"), _LatexReader._not_shown)
 _HANDLERS |= dict.fromkeys(("textcolor", "colorbox"), _LatexReader._coloured)
 _HANDLERS |= dict.fromkeys(("bra", "ket", "braket"), _LatexReader._state)
-
-
-def _aligned(rows: Sequence[Sequence[Box]]) -> Box:
-    """Lines of equations, one below the other."""
-    if not rows:
-        return EMPTY
-    if len(rows) == 1:
-        return in_row(rows[0])
-    columns = "rl" if max(map(len, rows)) > 1 else "l"
-    return table(rows, columns, 1)
-
-
-def _flat_table(rows: Sequence[Sequence[Box]], left: str, right: str) -> Box:
-    """A matrix on one line: [a b; c d]."""
-    between = " "
-    if left == "{" or right == "}":
-        between = ", "
-    lines = []
-    for row in rows:
-        lines.append(between.join(cell.text for cell in row))
-    sides = (left or "[", right or "]")
-    if between == ", ":
-        sides = (left, right)
-    if left == "{":
-        sides = ("{ ", right)
-    return flat(f"{sides[0]}{'; '.join(lines)}{sides[1]}", "close")

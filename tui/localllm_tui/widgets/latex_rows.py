@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from localllm_tui.widgets.boxes import EMPTY, Box, Kind, above, flat, in_row, is_operand
@@ -11,6 +12,10 @@ _BEFORE_OPERAND = ("open", "rel", "bin", "infix", "punct", "sign", "op")
 _SPACED = ("rel", "bin")
 _OPERAND_BEFORE = ("ord", "close", "frac", "row")
 _OPERAND_AFTER = ("ord", "open", "frac", "row", "op")
+_OPENING = "([{⟨⌊⌈⟦⎛⎡"
+_CLOSING = ")]}⟩⌋⌉⟧"
+# A root of one sign, which the next operand does not belong to.
+_SHORT_ROOT = re.compile(r"√(\w|\d+)$")
 
 
 def scripted(nucleus: Box, scripts: Sequence[tuple[str, Box]], *, displayed: bool) -> Box:
@@ -74,12 +79,25 @@ def assembled(parts: Sequence[Box], spaces: Sequence[str]) -> Box:
     for n, part in enumerate(parts):
         if n and _has_gap(parts, kinds, spaces, n):
             boxes.append(flat(" "))
-        operands = n and kinds[n - 1] in _OPERAND_BEFORE
-        operands = operands or (n + 1 < len(parts) and kinds[n + 1] in _OPERAND_AFTER)
-        if kinds[n] == "frac" and operands and part.flat:
+        if kinds[n] == "frac" and part.flat and _has_operands(parts, kinds, n):
             part = flat(f"({part.text})")
         boxes.append(part)
     return in_row(boxes)
+
+
+def _has_operands(parts: Sequence[Box], kinds: Sequence[Kind], n: int) -> bool:
+    """True if part `n` is multiplied by the one before or after it, or is a function's argument."""
+    if n and (kinds[n - 1] in _OPERAND_BEFORE or _is_function(parts[n - 1])):
+        return True
+    if n + 1 == len(parts):
+        return False
+    after = parts[n + 1].lines[0]
+    bracketed = kinds[n + 1] == "close" and (after[:1] in _OPENING or after == "!")
+    return bracketed or kinds[n + 1] in _OPERAND_AFTER
+
+
+def _is_function(part: Box) -> bool:
+    return part.kind == "op" and not part.limits and part.lines[0][:1].isalpha()
 
 
 def _kinds(parts: Sequence[Box]) -> list[Kind]:
@@ -98,7 +116,11 @@ def _has_gap(parts: Sequence[Box], kinds: Sequence[Kind], spaces: Sequence[str],
     before = kinds[n - 1]
     kind = kinds[n]
     if not parts[n - 1].flat or not parts[n].flat:
-        return before != "sign" and kind != "punct"
+        return (
+            before not in ("sign", "open")
+            and kind != "punct"
+            and not _is_bracket_end(parts[n], kind)
+        )
     if before in _SPACED or kind in _SPACED:
         return not _are_apart(parts[n - 1], parts[n])
     if before == "open" or _closes(parts[n], kind) or _are_apart(parts[n - 1], parts[n]):
@@ -120,6 +142,8 @@ def _has_optional_gap(
     for at in (n, n - 1):
         if kinds[at] in ("infix", "bar"):
             return _is_spaced(parts, spaces, at)
+    if kind in ("ord", "frac", "row") and _SHORT_ROOT.search(parts[n - 1].text):
+        return True
     if before == "op":
         return _has_gap_after_function(parts[n - 1], parts[n], kind)
     if kind == "op":
@@ -131,7 +155,7 @@ def _is_spaced(parts: Sequence[Box], spaces: Sequence[str], at: int) -> bool:
     """True if an operator such as + has gaps on both sides: as written, or if an operand is high."""
     if at + 1 == len(parts):
         return False
-    if at and not (parts[at - 1].flat and parts[at + 1].flat):
+    if at and parts[at].kind == "infix" and not (parts[at - 1].flat and parts[at + 1].flat):
         return True
     return bool(spaces[at] and spaces[at + 1])
 
@@ -144,7 +168,17 @@ def _has_gap_after_function(function: Box, operand: Box, kind: Kind) -> bool:
 
 def _closes(part: Box, kind: Kind) -> bool:
     """True for a closing bracket or a comma."""
+    if _is_bracket_end(part, kind):
+        return True
     return kind in ("close", "punct") and part.flat and len(part.text) == 1 and part.text != ":"
+
+
+def _is_bracket_end(part: Box, kind: Kind) -> bool:
+    """True for a closing bracket, with its scripts."""
+    if kind != "close":
+        return False
+    line = part.lines[part.base]
+    return line[:1] in _CLOSING or (line[:1] in "|‖" and line.count(line[0]) == 1)
 
 
 def _is_call(part: Box) -> bool:

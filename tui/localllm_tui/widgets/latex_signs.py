@@ -18,8 +18,8 @@ def _pairs(text: str) -> dict[str, str]:
 
 RAISED = dict(
     zip(
-        "0123456789+-=()abcdefghijklmnoprstuvwxyzABDEGHIJKLMNOPRTUVWβγδθφχ,*′″‴†∘⊤",
-        "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻᴬᴮᴰᴱᴳᴴᴵᴶᴷᴸᴹᴺᴼᴾᴿᵀᵁⱽᵂᵝᵞᵟᶿᵠᵡ,*′″‴†°ᵀ",
+        "0123456789+-=()abcdefghijklmnoprstuvwxyzABDEGHIJKLMNOPRTUVWβγδθφχ,*∗′″‴†∘⊤",
+        "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻᴬᴮᴰᴱᴳᴴᴵᴶᴷᴸᴹᴺᴼᴾᴿᵀᵁⱽᵂᵝᵞᵟᶿᵠᵡ,**′″‴†°ᵀ",
         strict=True,
     )
 )
@@ -49,7 +49,7 @@ _FUNCTIONS = re.compile(
 )
 _BIG = "∑∏∐∫∬∭∮∯⋃⋂⨁⨂⋁⋀"
 _STACKING_SIGNS = "∑∏∐⋃⋂⨁⨂⋁⋀"
-_RELATIONS = "=<>≤≥≠≈≡∼≃≅∝∈∉∋⊂⊆⊃⊇⊊⊋≪≫∥∤∣⊢⊣⊨≺≻≼≽≲≳≐≜≔≍⊲⊳∦⊑⊒≉≢≁⊄⊈⊅⊉≮≯≰≱⋈"
+_RELATIONS = "=<>≤≥≠≈≡∼≃≅∝∈∉∋⊂⊆⊃⊇⊊⊋≪≫∥∤∣⊢⊣⊨≺≻≼≽≲≳≐≜≔≍⊲⊳∦⊑⊒≉≢≁⊄⊈⊅⊉≮≯≰≱⋈⊥∴∵"
 _OPERATORS = "±∓×÷·∗⋆•∪∩∧∨⊕⊗⊖⊙⊘∖⊎⊔⊓‡≀⋉⋊⨿∘"
 _OPENING = "([{⟨⌊⌈⟦"
 _CLOSING = ")]}⟩⌋⌉⟧!"
@@ -58,13 +58,26 @@ ACCENTS = {
     name: chr(int(code, 16))
     for name, code in _pairs("""
 hat 0302 widehat 0302 tilde 0303 widetilde 0303 bar 0304 overline 0305 underline 0332 vec 20d7
-overrightarrow 20d7 dot 0307 ddot 0308 dddot 20db check 030c breve 0306 acute 0301 grave 0300
+overrightarrow 20d7 overleftarrow 20d6 overleftrightarrow 20e1 dot 0307 ddot 0308 dddot 20db check 030c breve 0306 acute 0301 grave 0300
 mathring 030a cancel 0338 bcancel 0338 xcancel 0338
 """).items()
 }
-_CHEMICAL = re.compile(r"(?<=[A-Za-z)\]])(\d+)|\^\{?(\d*[+-])\}?")
+# A number below, a script in braces or of one sign, or a charge at the end.
+_CHEMICAL = re.compile(
+    r"(?<=[A-Za-z)\]])(?P<count>\d+)|(?P<mark>[\^_])(?:\{(?P<script>[^{}]*)\}|(?P<short>\d*[+-]\d*|\w))"
+    r"|(?<=[A-Za-z0-9)\]])(?P<charge>[+-])(?=\s|$|\])"
+)
+_CHEMICAL_ARROW = re.compile(r"(<=>|<->|->|<-)(?:\[([^\]]*)\])?(?:\[([^\]]*)\])?")
+_CHEMICAL_ARROWS = {"<=>": "⇌", "<->": "↔", "->": "→", "<-": "←"}
+# The dot before the water of a hydrate, and the arrows of a gas and of a solid.
+_CHEMICAL_SIGNS = (
+    (re.compile(r"(?<=[A-Za-z0-9)\]])[.*](?=\d*[A-Z])"), "·"),
+    (re.compile(r"(?<=\s)v(?=\s|$)"), "↓"),
+    (re.compile(r"(?<=\s)\^(?=\s|$)"), "↑"),
+)
 # These accents belong to each of several letters, the others to the letter in the middle.
-_LONG_ACCENTS = frozenset("\u0305\u0332\u20d7\u0338")
+_LONG_ACCENTS = frozenset("\u0305\u0332\u20d7\u20d6\u20e1\u0338")
+_ONE_SIGN = re.compile("[^\u0300-\u036f\u20d0-\u20ff][\u0300-\u036f\u20d0-\u20ff]*")
 _WORDS = re.compile(r"\w \w")
 ALPHABETS = {
     "mathbf": "BOLD", "boldsymbol": "BOLD", "bm": "BOLD", "bold": "BOLD", "mathbb": "DOUBLE-STRUCK",
@@ -155,7 +168,7 @@ def _letter(sign: str, alphabet: str) -> str:
 def accented(text: str, accent: str) -> str:
     """`text` under an accent, a combining character."""
     if accent in _LONG_ACCENTS:
-        return "".join(f"{sign}{accent}" for sign in text)
+        return _ONE_SIGN.sub(rf"\g<0>{accent}", text)
     middle = (len(text) + 1) // 2
     return unicodedata.normalize("NFC", text[:middle] + accent + text[middle:])
 
@@ -176,12 +189,27 @@ def in_script(text: str, mark: str) -> str:
 
 
 def chemical(raw: str) -> str:
-    """A formula of chemistry, with its numbers below."""
-    text = _CHEMICAL.sub(_chemical_script, raw)
-    return text.replace("<->", "↔").replace("<=>", "⇌").replace("->", "→")
+    """A formula of chemistry, with its numbers below. Raises ValueError for an unknown macro."""
+    text = re.sub(r"\\([A-Za-z]+)\s*", lambda macro: sign_of(macro[1]), raw.strip())
+    text = _CHEMICAL_ARROW.sub(_chemical_arrow, text)
+    for pattern, sign in _CHEMICAL_SIGNS:
+        text = pattern.sub(sign, text)
+    return _CHEMICAL.sub(_chemical_script, text)
+
+
+def _chemical_arrow(found: re.Match[str]) -> str:
+    arrow = _CHEMICAL_ARROWS[found[1]]
+    labels = ", ".join(label for label in (found[2], found[3]) if label)
+    if not labels:
+        return arrow
+    if arrow == "→":
+        return f"─{labels}→"
+    return f"{arrow}({labels})"
 
 
 def _chemical_script(found: re.Match[str]) -> str:
-    if found[1]:
-        return in_script(found[1], "_")
-    return in_script(found[2], "^")
+    if found["count"]:
+        return in_script(found["count"], "_")
+    mark = found["mark"] or "^"
+    script = found["script"] or found["short"] or found["charge"] or ""
+    return in_script(script, mark) or found[0]
