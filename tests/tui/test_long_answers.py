@@ -162,7 +162,8 @@ def test_a_selection_is_copied_as_the_original_text(drive: Any, server: Scripted
         "a line of so many words that the screen has to break it somewhere in the middle, twice "
         "or more often, for sure"
     )
-    server.play(Say([f"{line}\n\n- {line}\n\n```python\nif x:\n    y\n```\n"]), Finish())
+    code = "all:\n\t\tcc -o x y.c  \n\n \techo\tok"
+    server.play(Say([f"{line}\n\n- {line}\n\n```make\n{code}\n```\n"]), Finish())
     copied: list[str] = []
 
     async def play(d: Driver) -> None:
@@ -171,7 +172,7 @@ def test_a_selection_is_copied_as_the_original_text(drive: Any, server: Scripted
         text.text_select_all()
         await d.pilot.pause()
         await d.press("ctrl+c")
-        assert copied == [f"{line}\n\n• {line}\n\n  if x:\n      y"]
+        assert copied == [f"{line}\n\n• {line}\n\n{code}"]
 
     def copy(text: str) -> bool:
         copied.append(text.strip("\n"))

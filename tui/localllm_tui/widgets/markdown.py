@@ -20,7 +20,15 @@ from rich.text import Text
 from localllm_tui.widgets.code import highlighted
 from localllm_tui.widgets.formulas import as_lines, as_unicode
 from localllm_tui.widgets.mermaid import diagram_rows
-from localllm_tui.widgets.rows import EMPTY, MarkdownRow, Rows, wrapped
+from localllm_tui.widgets.rows import (
+    CODE,
+    EMPTY,
+    TAB_CELLS,
+    MarkdownRow,
+    Rows,
+    with_tabs,
+    wrapped,
+)
 from localllm_tui.widgets.tables import table_rows
 from localllm_tui.widgets.words import parser_of_blocks, styled
 
@@ -430,19 +438,22 @@ def _code_label(number: int, language: str, width: int) -> MarkdownRow:
     text = Text(f"  [{number}] {language}".rstrip(), "code.label", no_wrap=True)
     text.truncate(width)
     text.stylize(Style(meta={"@click": ("copy_code", (number,))}))
-    return MarkdownRow(text, fill="code.block", label=True)
+    return MarkdownRow(text, fill=CODE, label=True)
 
 
 def _code(code: str, language: str, width: int) -> Iterator[MarkdownRow]:
-    lines = code.removesuffix("\n").expandtabs(4).split("\n")
+    lines = code.removesuffix("\n").split("\n")
     for start in range(0, len(lines), CODE_LINES):
         yield from _code_run("\n".join(lines[start : start + CODE_LINES]), language, width)
 
 
 @lru_cache(maxsize=256)
 def _code_run(code: str, language: str, width: int) -> Sequence[MarkdownRow]:
-    rows = wrapped(highlighted(code, language), width - 4, fill="code.block")
-    return [*_with_prefix(rows, Text("  ", "code.block"), Text("  ", "code.block"))]
+    text = highlighted(code.expandtabs(TAB_CELLS), language)
+    if "\t" in code:
+        text = with_tabs(text, code)
+    rows = wrapped(text, width - 4, fill=CODE)
+    return [*_with_prefix(rows, Text("  ", CODE), Text("  ", CODE))]
 
 
 def _table(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -29,6 +30,9 @@ class MarkdownRow:
         ""  # of a drawing of several rows: the text that is copied in place of all of them
     )
 
+
+_TABS = re.compile("(\t+)")
+TAB_CELLS = 4
 
 EMPTY = MarkdownRow(Text(""))
 
@@ -76,8 +80,25 @@ def _made(kept: tuple[Any, ...]) -> MarkdownRow:
     return MarkdownRow(Text(plain, style, spans=spans), *drawn)
 
 
+# The fill of the rows of code, which are copied with their blanks and without their margin.
+CODE = "code.block"
 # The name under which a style keeps the text that is copied in place of what is shown.
 SOURCE = "source"
+
+
+def with_tabs(text: Text, code: str) -> Text:
+    """`text`, which is `code` with its tabs as spaces, with the tabs as the source of the spaces."""
+    at = 0
+    for line in code.split("\n"):
+        column = 0
+        for run in _TABS.split(line):
+            width = len(run)
+            if run.startswith("\t"):
+                width = TAB_CELLS * len(run) - column % TAB_CELLS
+                text.stylize(Style(meta={SOURCE: run}), at + column, at + column + width)
+            column += width
+        at += column + 1
+    return text
 
 
 def copied(row: MarkdownRow, start: int, end: int, done: list[object]) -> str:

@@ -20,7 +20,7 @@ from localllm_tui.control.attachments import code_block
 from localllm_tui.messages import CopyWanted, TextGrew
 from localllm_tui.widgets.code import palette
 from localllm_tui.widgets.markdown import MarkdownRows
-from localllm_tui.widgets.rows import MarkdownRow, Rows, copied
+from localllm_tui.widgets.rows import CODE, MarkdownRow, Rows, copied
 
 _OPENED = ("http", "https", "mailto")
 # A long text is laid out in parts, one text at a time. Between the parts keys are handled.
@@ -185,24 +185,26 @@ class GrowingText(Widget):
         diagrams are their source."""
         text = ""
         drawing = ""  # the source of the row before
+        blanks = ""  # at the end of the row before, if it is code
         formulas: list[object] = []
         for y, row in enumerate(self._rows(self.size.width)):
             span = selection.get_span(y)
             if span is None or row.label:
                 continue
-            start, end = span
-            if end == -1:
-                end = len(row.text)
-            if row.soft:
-                start = max(start, row.lead)
-            else:
+            if not row.soft:
                 formulas.clear()
+                text += blanks
+            blanks = ""
             if drawing and row.source is drawing:
                 continue
             drawing = row.source
             if text:
                 text += row.gap if row.soft else "\n"
-            text += row.source or copied(row, start, end, formulas).rstrip()
+            selected = row.source or copied(row, *_selected_part(row, *span), formulas)
+            text += selected.rstrip()
+            if row.fill == CODE:
+                blanks = selected[len(selected.rstrip()) :]
+        text += blanks
         return text, "\n"
 
     def action_copy_code(self, number: int) -> None:
@@ -221,6 +223,16 @@ class GrowingText(Widget):
                 timeout=6,
                 markup=False,
             )
+
+
+def _selected_part(row: MarkdownRow, start: int, end: int) -> tuple[int, int]:
+    """The part of a row that belongs to the text, of a selection from `start` to `end` (-1: the end
+    of the row)."""
+    if end == -1:
+        end = len(row.text)
+    if row.soft or row.fill == CODE:
+        start = max(start, row.lead)
+    return start, end
 
 
 @lru_cache(maxsize=4)
