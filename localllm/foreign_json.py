@@ -54,7 +54,8 @@ def parse(
     except RecursionError as e:
         raise MalformedError(f"it nests deeper than {MOST_DEPTH} levels") from e
     except json.JSONDecodeError as e:
-        raise MalformedError(f"it is not JSON ({e.msg} at character {e.pos})") from e
+        reason = e.msg.removesuffix(" at")
+        raise MalformedError(f"it is not JSON ({reason} at character {e.pos})") from e
     except ValueError as e:
         raise MalformedError("it has a number with too many digits") from e
     if brackets > MOST_DEPTH:

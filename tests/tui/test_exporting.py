@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,8 @@ from localllm_tui.control import import_export
 from localllm_tui.control.answering import PendingAnswer
 from localllm_tui.control.import_export import to_json, to_markdown
 from localllm_tui.control.session import Session
+from tui.conftest import Driver
+from tui.scripted_sse import ScriptedServer
 
 
 def _answered(session: Session, text: str, reasoning: str = "") -> None:
@@ -154,3 +157,41 @@ def test_an_export_of_open_webui_keeps_its_branches(history: History, tmp_path: 
     assert [m.content for m in history.messages(conv)] == ["what?", "this"]
     assert len(history.tree(conv)[0]) == 3
     assert history.get(conv).model == "x"
+
+
+def test_the_thinking_in_an_export_of_open_webui_is_thinking(
+    history: History, tmp_path: Path
+) -> None:
+    thinking = '<details type="reasoning" done="true">\n<summary>Thought</summary>\n> hm\n&gt; so\n</details>\n'
+    messages = {
+        "1": {"childrenIds": ["2"], "role": "user", "content": thinking},
+        "2": {"parentId": "1", "role": "assistant", "content": f"{thinking}this"},
+    }
+    file = tmp_path / "chat.json"
+    file.write_text(json.dumps([{"chat": {"history": {"messages": messages, "currentId": "2"}}}]))
+    (conv,) = import_export.import_file(history, file, "m").ids
+    question, answer = history.messages(conv)
+    assert (question.content, question.reasoning) == (thinking, None)
+    assert (answer.content, answer.reasoning) == ("this", "hm\nso")
+
+
+def test_entries_of_an_export_without_a_conversation_are_named(
+    history: History, tmp_path: Path
+) -> None:
+    export = [{"mapping": {"x": chatgpt("later")}}, {"title": "None\n", "mapping": {}}, 7]
+    file = tmp_path / "conversations.json"
+    file.write_text(json.dumps(export))
+    note = import_export.import_file(history, file, "m").note(file)
+    assert "[2] is no conversation" in note
+    assert "None has no message with text" in note
+
+
+def test_a_document_format_that_is_not_written_is_refused(
+    drive: Any, server: ScriptedServer, tmp_path: Path
+) -> None:
+    async def play(d: Driver) -> None:
+        await d.send(f"/save {tmp_path / 'chat.pdf'}")
+        await d.until(lambda: "can't write a .pdf file" in d.screen())
+
+    drive(play)
+    assert not (tmp_path / "chat.pdf").exists()

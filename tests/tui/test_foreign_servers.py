@@ -148,6 +148,17 @@ def test_an_error_by_its_event_is_shown(drive: Any, server: ScriptedServer) -> N
     drive(play)
 
 
+def test_a_connection_that_ends_within_a_line_broke(drive: Any, server: ScriptedServer) -> None:
+    server.play(Say(["half"]), Raw(b'data: {"choices":[{"delta":{"con'))
+
+    async def play(d: Driver) -> None:
+        await d.ask("hi")
+        assert "half" in d.screen()
+        assert "ended the answer before it was complete" in d.screen()
+
+    drive(play)
+
+
 PAGE = b"<html><head><title>502 Bad Gateway</title></head><body>nginx</body></html>"
 FIELD = {"loc": ["body", "top_k"], "msg": "not permitted"}
 

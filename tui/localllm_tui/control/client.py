@@ -336,7 +336,20 @@ async def _lines(response: httpx.Response, hint: str) -> AsyncIterator[str]:
     except MalformedError as e:
         raise malformed(e, hint) from e
     for line in lines.end():
-        yield line
+        if _is_whole(line):
+            yield line
+
+
+def _is_whole(line: str) -> bool:
+    """False for the beginning of a line, after which the connection ended."""
+    data = data_of(line) or ""
+    if data == DONE:
+        return True
+    try:
+        parse(data)
+    except MalformedError:
+        return False
+    return True
 
 
 async def _body(response: httpx.Response) -> bytes:

@@ -143,6 +143,8 @@ async def copy(chat: ChatController, text: str) -> None:
 
 
 _WRITERS = {".json": to_json, ".html": to_html, ".htm": to_html}
+# Names of files that would not open as what they are called.
+_NOT_WRITTEN = (".pdf", ".docx", ".doc", ".odt", ".rtf")
 
 
 async def save(chat: ChatController, name: str, mode: str = "x") -> None:
@@ -153,6 +155,10 @@ async def save(chat: ChatController, name: str, mode: str = "x") -> None:
     if not name:
         raise UsageError("/save needs a file name", hint="for example /save chat.md")
     path = Path(name).expanduser()
+    if path.suffix.lower() in _NOT_WRITTEN:
+        raise UsageError(
+            f"/save can't write a {path.suffix} file", hint="use FILE.md, FILE.html or FILE.json"
+        )
     written_as = _WRITERS.get(path.suffix.lower(), to_markdown)
     text = written_as(chat.session)
     try:

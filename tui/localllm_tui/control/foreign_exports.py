@@ -6,8 +6,9 @@ out and named, and its replies follow the message before it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from localllm.conversation import stored_rows
 from localllm.conversation.history import StoredMessage
@@ -16,6 +17,14 @@ from localllm_tui.control.formatting import title_of
 
 # ChatGPT's messages with this mark are instructions of the program.
 _HIDDEN = "is_visually_hidden_from_conversation"
+
+# The member that a conversation of each program has.
+_FORMS = {"mapping", "chat"}
+# Open WebUI keeps a model's thinking in the text, as a block that is quoted.
+_THINKING = re.compile(
+    r"<details type=\"reasoning\"[^>]*>\s*(?:<summary>[^<]*</summary>)?(.*?)</details>\s*",
+    re.DOTALL,
+)
 
 
 @dataclass(slots=True)
@@ -50,15 +59,16 @@ def conversations(found: JsonPart) -> Iterator[ForeignConversation | str]:
     entries = [found]
     if isinstance(found.value, list):
         entries = [*found.items()]
+    if not any(_FORMS & entry.members().keys() for entry in entries):
+        return
     for entry in entries:
-        members = entry.members()
-        if "mapping" not in members and "chat" not in members:
-            continue
         try:
-            if "mapping" in members:
+            if "mapping" in entry.members():
                 yield _read(_of_chatgpt(entry))
-            else:
+            elif "chat" in entry.members():
                 yield _read(_of_open_webui(entry))
+            else:
+                yield f"{entry.path} is no conversation"
         except MalformedError as e:
             yield e.message
 
@@ -104,12 +114,21 @@ def _chatgpt_message(node: JsonPart) -> StoredMessage | None:
 
 
 def _open_webui_message(node: JsonPart) -> StoredMessage | None:
-    return _message(
+    text = _text(node.get("content").value)
+    thoughts: list[str] = []
+    if node.get("role").value == "assistant":
+        for block in _THINKING.findall(text):
+            thoughts.append(re.sub(r"^(?:>|&gt;) ?", "", block.strip(), flags=re.MULTILINE))
+        text = _THINKING.sub("", text)
+    turn = _message(
         node.get("role"),
-        _text(node.get("content").value),
+        text,
         node.get("model").value,
         node.get("timestamp").value,
     )
+    if turn is None or not thoughts:
+        return turn
+    return replace(turn, reasoning="\n\n".join(thoughts))
 
 
 def _message(role: JsonPart, text: str, model: object, created_s: object) -> StoredMessage | None:
@@ -187,9 +206,7 @@ def _children(tree: _Tree, node: JsonPart) -> Sequence[str]:
 
 
 def _placed(turn: StoredMessage, number: int, parent: int) -> StoredMessage:
-    return StoredMessage(
-        number, turn.role, turn.content, None, turn.meta, True, turn.created_s, parent
-    )
+    return replace(turn, id=number, parent_id=parent)
 
 
 def _title(turns: Sequence[StoredMessage]) -> str:

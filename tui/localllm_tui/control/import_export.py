@@ -18,6 +18,7 @@ from localllm_tui.control import foreign_exports
 from localllm_tui.control.foreign_exports import ForeignConversation
 from localllm_tui.control.formatting import how_many
 from localllm_tui.control.session import Session
+from localllm_tui.control.terminal import one_line
 
 FORMAT = "localllm-conversation"
 FORMAT_VERSION = 1
@@ -124,7 +125,7 @@ class Imported:
             text = f"imported from {path}; /list shows it too"
         if not self.skipped:
             return text
-        named = "; ".join(self.skipped[:_NAMED])
+        named = "; ".join(one_line(reason) for reason in self.skipped[:_NAMED])
         more = len(self.skipped) - _NAMED
         if more > 0:
             named += f"; and {more:,} more"
@@ -155,6 +156,8 @@ def import_file(history: History, path: Path, model: str) -> Imported:
         if one.turns:
             latest_s = max(turn.created_s for turn in one.turns)
             stored.append((latest_s, _store_foreign(history, one, model)))
+        else:
+            skipped.append(f"{one.title or 'a conversation'} has no message with text")
     if not stored:
         reason = skipped[0] if skipped else "no message has text"
         raise UsageError(f"{path} has no conversation: {reason}", hint=_KNOWN)
