@@ -177,11 +177,12 @@ def points_lost(plan: Plan, need: Need) -> float:
 
 # Points lost by a tight plan, and by one split over two memories. A tight plan in memory that other
 # programs use too may not load, or slow all of them down. In a card's own memory it only has no room
-# for a context that grows, which an agent's does.
+# for a context that grows, which an agent's does. A split plan fills memory that other programs use,
+# and its speed is the least certain.
 _TIGHT_COST = 6.0
 _TIGHT_CARD_COST = 2.0
 _TIGHT_CARD_GROWS_COST = 4.0
-SPLIT_COST = 1.0
+SPLIT_COST = 4.0
 # Points lost for each card after the first, since another model could use it. Also lost if some of
 # several cards are nearly full.
 _CARD_COST = 0.25
@@ -208,7 +209,7 @@ def score(plan: Plan, need: Need) -> float:
     Speed is that of the purpose's answers, with the plan's own drafting. `points_lost` counts the
     wait for the answer, including thinking. A plan that fits tightly loses 6 points. In a card's
     own memory it loses 2, or 4 if the purpose's context grows, or a quarter if it leaves a card
-    free. A plan split over two memories loses 1, in addition to its lower speed. It loses 6 more if
+    free. A plan split over two memories loses 4, in addition to its lower speed. It loses 6 more if
     it leaves other programs nearly no system memory. Each card after the first costs a quarter.
     Files that are not listed lose 3 % of the result.
     """

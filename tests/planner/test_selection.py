@@ -118,10 +118,10 @@ def test_more_memory_is_used_for_a_larger_file_at_the_target_speed() -> None:
     assert len(set(lost)) == len(lost)
 
 
-@pytest.mark.parametrize("machine", ["Strix Halo 128GB", "DGX Spark"])
+@pytest.mark.parametrize("machine", ["Strix Halo 64GB", "Strix Halo 48GB"])
 def test_draft_heads_rank_a_dense_model_before_a_fast_mixture(machine: str) -> None:
-    """At 256 GB/s a dense 27B thinks for a minute. With the draft heads in its files it takes half
-    of that."""
+    """A dense 27B decodes 11 tok/s and thinks for a minute. With the draft heads in its files it
+    takes half of that."""
     first = answers(machine, "chat").plans[0]
     assert (first.model.id, first.settings.drafter.name) == ("qwen3.8-27b", "mtp")
     assert first.memory.draft_bytes > first.variant.mtp_bytes > 0.015 * first.variant.file_bytes
