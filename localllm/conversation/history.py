@@ -427,7 +427,8 @@ def _unusable(path: Path, done: str, error: Exception) -> HistoryError:
         error, sqlite3.OperationalError | sqlite3.IntegrityError
     )
     if not damaged:
-        return HistoryError(f"the conversations can't be {done}: {error} ({path})")
+        reason = getattr(error, "strerror", None) or error
+        return HistoryError(f"the conversations can't be {done}: {reason} ({path})")
     return HistoryError(
         f"the conversations can't be {done}: {path} is damaged ({error})",
         hint="put a copy of it back; or move it away, and the chat starts a new one",

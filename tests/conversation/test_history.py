@@ -155,6 +155,14 @@ def test_a_file_that_is_no_database_is_refused_in_a_sentence(tmp_path: Path) -> 
         History(path)
 
 
+def test_a_folder_that_can_t_be_made_is_named_without_codes_of_the_system(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "data" / "c.db"
+    with pytest.raises(HistoryError) as error:
+        History(path)
+    assert error.value.message == f"the conversations can't be opened: Not a directory ({path})"
+
+
 def test_a_newer_schema_is_refused_not_damaged(tmp_path: Path) -> None:
     import sqlite3
 

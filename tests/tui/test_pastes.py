@@ -43,6 +43,24 @@ def test_control_characters_of_a_paste_are_removed(drive: Any) -> None:
     drive(play)
 
 
+def test_a_paste_that_is_attached_has_one_kind_of_line_break_and_no_control_characters(
+    drive: Any, server: ScriptedServer
+) -> None:
+    server.models = [{"id": "scripted"}]
+    server.answer("ok")
+
+    async def play(d: Driver) -> None:
+        await d.until(lambda: d.app.chat.listed.n_ctx is None)
+        d.app.post_message(events.Paste("a\x11b\r\nc\rd\n" * 50_000))
+        await d.until(lambda: "pasted-1.txt" in d.screen())
+        await d.ask("what?")
+
+    drive(play)
+    sent = server.requests[0]["messages"][0]["content"]
+    assert "ab\nc\nd\nab\nc\nd\n" in sent
+    assert not {"\r", "\x11"} & set(sent)
+
+
 @pytest.mark.parametrize("key", ["ctrl+w", "alt+backspace", "ctrl+backspace"])
 def test_the_usual_keys_remove_a_word(drive: Any, key: str) -> None:
     async def play(d: Driver) -> None:

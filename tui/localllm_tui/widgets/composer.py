@@ -120,12 +120,13 @@ class Composer(HasKeys, TextArea, keys=COMPOSER):
         return False
 
     async def _on_paste(self, event: events.Paste) -> None:
-        if len(event.text) > LONG_CHARS or dropped_files(event.text):
+        text = _CONTROLS.sub("", event.text)
+        if len(text) > LONG_CHARS or dropped_files(text):
             event.stop()
             event.prevent_default()
-            self.post_message(PastedToAttach(event.text))
+            self.post_message(PastedToAttach(re.sub("\r\n?", "\n", text)))
         # Otherwise TextArea's own handler runs next and inserts it.
-        event.text = self._folded(_CONTROLS.sub("", event.text))
+        event.text = self._folded(text)
 
     def _folded(self, pasted: str) -> str:
         """A token in place of a long paste."""
