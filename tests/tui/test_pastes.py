@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from textual import events
 
 from localllm.conversation.history import History
+from localllm_tui.control import commands
 from localllm_tui.paste_input import PasteParser
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
@@ -69,6 +70,19 @@ def test_the_usual_keys_remove_a_word(drive: Any, key: str) -> None:
         assert d.app.page.composer.text == "two "
 
     drive(play)
+
+
+def test_text_of_any_terminal_is_sent_well_formed(drive: Any, server: ScriptedServer) -> None:
+    """A terminal in another encoding gives bytes that are no text, which Python reads as halves of
+    surrogate pairs."""
+    server.answer("ok")
+
+    async def play(d: Driver) -> None:
+        await commands.submit(d.app.chat, "a\udcff\udcfeb\x1b[31m\x07c\r\nd\te")
+        await d.until(lambda: bool(server.requests) and not d.app.chat.answering)
+
+    drive(play)
+    assert server.requests[0]["messages"][0]["content"] == "a\ufffd\ufffdb[31mc\nd\te"
 
 
 PASTES = [

@@ -26,6 +26,7 @@ from localllm_tui.control.keys import (
     Key,
     label_of,
 )
+from localllm_tui.control.terminal import typed_text
 
 CommandAction: TypeAlias = Callable[[ChatController, str], Awaitable[None]]
 
@@ -253,6 +254,7 @@ def parse(text: str) -> tuple[str, str] | None:
 
 async def submit(chat: ChatController, text: str) -> None:
     """Run a typed command, or send a question: now, or after the answer in progress has ended."""
+    text = typed_text(text)
     command = parse(text)
     if command is not None:
         await run_and_report(chat, *command)

@@ -87,9 +87,9 @@ def _hint(status: int, retry_after: str) -> str:
     if status not in _BUSY:
         return ""
     if re.fullmatch(r"\d{1,6}", retry_after):
-        return f"the server asks to wait {int(retry_after):,} s; then /retry asks again"
+        return f"the server asks to wait {int(retry_after):,} s"
     if retry_after:
-        return f"the server asks to wait until {one_line(retry_after)[:40]}; then /retry asks again"
+        return f"the server asks to wait until {one_line(retry_after)[:40]}"
     if status == 429:
-        return "the server limits requests: wait a moment, then /retry asks again"
+        return "the server limits requests: wait a moment, then ask again"
     return ""

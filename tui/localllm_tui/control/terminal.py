@@ -28,6 +28,8 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 _UNSEEN = re.compile(
     "[\u00ad\u061c\u180e\u200b\u200e\u200f\u2060-\u2064\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
+# Control codes for colours and the like in typed text. Line breaks and tabs stay.
+_NOT_TYPED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _BREAKS = re.compile("\r\n|[\u2028\u2029]")
 
 # OSC 52, which Textual sends, is not understood by every terminal (Apple's is one): the system's
@@ -56,6 +58,12 @@ def keyboard() -> int | None:
 def printable(text: str) -> str:
     """`text` without the control characters a terminal would obey, and well-formed."""
     return well_formed(_CONTROLS.sub("", _BREAKS.sub("\n", text)))
+
+
+def typed_text(text: str) -> str:
+    """A typed or pasted text as it is sent: well-formed, with one kind of line break, and without
+    control characters."""
+    return well_formed(_NOT_TYPED.sub("", re.sub("\r\n?", "\n", text)))
 
 
 def copyable(text: str) -> tuple[str, str]:

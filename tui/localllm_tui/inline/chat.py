@@ -29,6 +29,7 @@ from localllm_tui.control.terminal import (
     one_line,
     printable,
     reflows_lines,
+    typed_text,
 )
 from localllm_tui.control.wording import note_under
 from localllm_tui.inline.page import InlinePage, Offer
@@ -171,7 +172,7 @@ class InlineFace(LineFace):
         return InlineAnswer(self.page, self._look)
 
     def submit_queued(self, text: str) -> None:
-        if self.page.buffer.text.strip() == text:
+        if typed_text(self.page.buffer.text.strip()) == text:
             self._submit(text)
 
     async def close(self) -> None:

@@ -20,6 +20,7 @@ from localllm_tui.control.attachments import dropped_files
 from localllm_tui.control.characters import after, before
 from localllm_tui.control.commands import Command, offered, parse
 from localllm_tui.control.keys import COMPOSER, KEYS
+from localllm_tui.control.terminal import typed_text
 from localllm_tui.messages import FileChosen, PastedToAttach, QuestionSubmitted
 from localllm_tui.widgets.file_menu import FileMenu, letters_after_at
 from localllm_tui.widgets.inputs import done_at_once
@@ -29,9 +30,6 @@ LONG_CHARS = 300_000
 
 # A longer paste is shown as a token, which is sent as its text.
 FOLDED_LINES = 40
-
-# Control codes for colours and the like in pasted text. Line ends and tabs stay.
-_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 _TOKEN = re.compile(r"\[paste \d+: [\d,]+ lines, Tab opens it\]")
 
@@ -120,11 +118,11 @@ class Composer(HasKeys, TextArea, keys=COMPOSER):
         return False
 
     async def _on_paste(self, event: events.Paste) -> None:
-        text = _CONTROLS.sub("", event.text)
+        text = typed_text(event.text)
         if len(text) > LONG_CHARS or dropped_files(text):
             event.stop()
             event.prevent_default()
-            self.post_message(PastedToAttach(re.sub("\r\n?", "\n", text)))
+            self.post_message(PastedToAttach(text))
         # Otherwise TextArea's own handler runs next and inserts it.
         event.text = self._folded(text)
 

@@ -41,7 +41,7 @@ from localllm_tui.widgets.latex_tables import (
     flat_table,
     ruled,
 )
-from localllm_tui.widgets.latex_tokens import LatexTokens, UnreadableError
+from localllm_tui.widgets.latex_tokens import LatexTokens
 
 _DEEPEST = 30
 _SPACES = {",": " ", ";": " ", ":": " ", " ": " ", "!": "", "/": "", "quad": "  ", "qquad": "    ",
@@ -63,7 +63,7 @@ def lines_of(latex: str, *, displayed: bool) -> tuple[str, ...]:
     several lines."""
     try:
         return _LatexReader(latex, displayed).lines()
-    except UnreadableError:
+    except ValueError:  # an unknown macro, a brace that is not closed, or too deep
         return ()
 
 
@@ -112,7 +112,7 @@ class _LatexReader(LatexTokens):
         """Boxes up to one of the tokens `stops`, which stays."""
         self._depth += 1
         if self._depth > _DEEPEST:
-            raise UnreadableError("too deep")
+            raise ValueError("too deep")
         parts: list[Box] = []
         spaces: list[str] = []  # before each part: "", "hard", or "soft" after a macro's name
         space = ""
@@ -125,7 +125,7 @@ class _LatexReader(LatexTokens):
                 self._depth -= 1
                 return self._divided(token, over, under)
             if not token or token in ("}", "\\right", "\\end"):
-                raise UnreadableError("a bracket is not closed, or not opened")
+                raise ValueError("a bracket is not closed, or not opened")
             if token.isspace() or token in ("&", "~", "\\\\"):
                 space = self._take_space()
                 continue
@@ -148,7 +148,7 @@ class _LatexReader(LatexTokens):
     def _argument(self) -> Box:
         self._skip_space()
         if not self._next:
-            raise UnreadableError("an argument is missing")
+            raise ValueError("an argument is missing")
         return self._nucleus() or EMPTY
 
     def _on_one_line(self) -> Box:
@@ -205,7 +205,7 @@ class _LatexReader(LatexTokens):
 
     def _macro(self, name: str) -> Box | None:
         if not name:
-            raise UnreadableError("the formula ends with a backslash")
+            raise ValueError("the formula ends with a backslash")
         if _IGNORED.fullmatch(name):
             return None
         if name in _SPACES:
@@ -261,19 +261,13 @@ class _LatexReader(LatexTokens):
         return flat(f"{left}{self._on_one_line().text}{right}")
 
     def _chemical(self, _name: str) -> Box:
-        try:
-            return flat(chemical(self._raw()), "text")
-        except ValueError as e:
-            raise UnreadableError(str(e)) from None
+        return flat(chemical(self._raw()), "text")
 
     def _sign(self, name: str) -> Box:
         if not name.isalpha():
             sign = {"|": "‖", "\\": " "}.get(name, name)
             return flat(sign, kind_of(sign) if sign != "!" else "ord")
-        try:
-            sign = sign_of(name)
-        except ValueError as e:
-            raise UnreadableError(str(e)) from None
+        sign = sign_of(name)
         kind = kind_of(sign)
         if name[0] in "lr" and sign in "|‖":
             kind = "open" if name[0] == "l" else "close"
@@ -286,7 +280,7 @@ class _LatexReader(LatexTokens):
         raw = raw.replace("\\,", " ").replace("~", " ")
         raw = re.sub(r"(?<!\\)\$([^$]+)(?<!\\)\$", self._formula_in_text, raw).replace("\\$", "$")
         if "\\" in raw:
-            raise UnreadableError("a macro in a text")
+            raise ValueError("a macro in a text")
         if name.startswith("operatorname"):
             return Box((raw,), kind="op", limits=name.endswith("*") or stacks(raw))
         return flat(raw, "text")
@@ -294,7 +288,7 @@ class _LatexReader(LatexTokens):
     def _formula_in_text(self, formula: re.Match[str]) -> str:
         lines = _LatexReader(formula[1], displayed=False).lines()
         if len(lines) != 1:
-            raise UnreadableError("a high formula in a text")
+            raise ValueError("a high formula in a text")
         return lines[0]
 
     def _plain(self) -> Box:
@@ -311,7 +305,7 @@ class _LatexReader(LatexTokens):
     def _accent(self, accent: str) -> Box:
         inside = self._on_one_line()
         if not inside.text:
-            raise UnreadableError("an accent without a letter")
+            raise ValueError("an accent without a letter")
         return flat(accented(inside.text, accent), "ord" if len(inside.text) < 4 else "text")
 
     def _divided(self, name: str, over: Box, under: Box) -> Box:
@@ -343,7 +337,7 @@ class _LatexReader(LatexTokens):
     def _root(self, _name: str) -> Box:
         nth = self._option()
         if nth is not None and not nth.flat:
-            raise UnreadableError("the degree of a root is too high")
+            raise ValueError("the degree of a root is too high")
         of = self._argument()
         if not of.flat:
             drawn = root(of)
@@ -400,7 +394,7 @@ class _LatexReader(LatexTokens):
     def _arrow(self, name: str) -> Box:
         below = self._option()
         if below is not None and not below.flat:
-            raise UnreadableError("the text below an arrow is too high")
+            raise ValueError("the text below an arrow is too high")
         over = self._on_one_line().text
         under = "" if below is None else f"[{below.text}]"
         if name == "xleftarrow":
@@ -418,7 +412,7 @@ class _LatexReader(LatexTokens):
     def _substack(self, _name: str) -> Box:
         self._skip_space()
         if self._take() != "{":
-            raise UnreadableError("an argument is missing")
+            raise ValueError("an argument is missing")
         displayed = self._displayed
         self._displayed = False
         rows = [in_row(row).text for row in self._grid("}")]
@@ -447,10 +441,10 @@ class _LatexReader(LatexTokens):
     def _rows_of(self, name: str) -> list[list[Box]]:
         """The rows of an environment."""
         if name not in TABLES and name not in EQUATIONS:
-            raise UnreadableError(f"unknown environment {name}")
+            raise ValueError(f"unknown environment {name}")
         rows = self._grid("\\end")
         if self._raw().rstrip("*") != name or not rows:
-            raise UnreadableError(f"{name} does not end")
+            raise ValueError(f"{name} does not end")
         return rows
 
 

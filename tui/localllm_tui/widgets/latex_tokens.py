@@ -7,10 +7,6 @@ import re
 _TOKEN = re.compile(r"\\[A-Za-z]+\*?|\\.|\s+|.", re.DOTALL)
 
 
-class UnreadableError(ValueError):
-    """A formula with an unknown macro, without a closing brace, or too deep."""
-
-
 class LatexTokens:
     """The tokens of a formula, and the place of the next one."""
 
@@ -45,7 +41,7 @@ class LatexTokens:
         while depth:
             token = self._take()
             if not token:
-                raise UnreadableError("a brace is not closed")
+                raise ValueError("a brace is not closed")
             depth += (token == "{") - (token == "}")
         return "".join(self._tokens[start : self._at - 1])
 
