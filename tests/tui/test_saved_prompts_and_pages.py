@@ -161,3 +161,14 @@ def test_the_hint_of_an_own_engine_names_no_server() -> None:
     hint = start_again(Engine())
     assert "serve" not in hint
     assert "--continue" in hint
+
+
+@pytest.mark.parametrize(("where", "ours"), [("", False), ("host:1", True), ("host:1", False)])
+def test_a_hint_outside_the_chat_names_none_of_its_commands(where: str, ours: bool) -> None:
+    engine = Engine()
+    engine.where = where
+    engine.ours = ours
+    hint = start_again(engine, in_chat=False)
+    assert hint
+    assert "/own" not in hint
+    assert "--continue" not in hint

@@ -186,6 +186,7 @@ def ask_once(
     Ctrl-C."""
 
     async def run() -> None:
+        client.in_chat = False
         page = _Page(sys.stdout, sys.stderr)
         async with client:
             try:

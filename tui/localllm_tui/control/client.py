@@ -64,7 +64,7 @@ class ListedModel:
 class ChatClient:
     """A client of the server at `base_url` (…/v1). `sampling` is sent with every request
     (temperature, seed, max_tokens, truncation). `engine`: the engine of this server if it is known;
-    requests wait until it is loaded.
+    requests wait until it is loaded. `in_chat`: hints may name the chat's commands.
 
     `transport` replaces the network, as httpx allows. Use as an async context manager, or call
     `aclose`.
@@ -75,6 +75,7 @@ class ChatClient:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     transport: httpx.AsyncBaseTransport | None = None
     engine: ChatEngine | None = None
+    in_chat: bool = True
     _http: httpx.AsyncClient | None = field(default=None, init=False, repr=False)
     _counts: bool = field(default=True, init=False, repr=False)
 
@@ -132,7 +133,7 @@ class ChatClient:
     def _unreachable_hint(self) -> str:
         """What the user can do if the server does not answer as it should."""
         if self.engine is not None:
-            return start_again(self.engine)
+            return start_again(self.engine, in_chat=self.in_chat)
         return f"check the server at {self.base_url}"
 
     @property

@@ -42,13 +42,20 @@ _NOTE_CHARS = 200
 _ERROR_CHARS = 2000
 
 
-def start_again(engine: ChatEngine) -> str:
-    """What the user can do if the server of `engine` is gone."""
-    if not engine.where:
+def start_again(engine: ChatEngine, *, in_chat: bool = True) -> str:
+    """What the user can do if the server of `engine` is gone. `in_chat`: there are commands."""
+    if not engine.where and in_chat:
         return "leave the chat: `localllm chat --continue` loads the model again"
+    if not engine.where:
+        return "run the same command again"
+    hint = f"check the server at {engine.where}"
+    own = "a model"
     if engine.ours:
-        return "start it again with `localllm serve`, or /own loads the model in this chat"
-    return f"check the server at {engine.where}, or /own loads a model in this chat"
+        hint = "start it again with `localllm serve`"
+        own = "the model"
+    if in_chat:
+        hint += f", or /own loads {own} in this chat"
+    return hint
 
 
 def malformed(error: MalformedError, hint: str = "") -> ServerUnreachableError:
