@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -151,6 +151,28 @@ def test_a_refused_body_that_goes_on_coming_does_not_hold_its_connection() -> No
         until(trickles, "it stays open")
 
 
+@pytest.mark.parametrize("second", [False, True], ids=["the first", "a later one"])
+def test_headers_that_go_on_coming_do_not_hold_their_connection(second: bool) -> None:
+    with (
+        running_server({"tiny": ScriptedEngine()}, header_timeout_s=0.5) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=30) as s,
+    ):
+        if second:
+            s.sendall(REFUSED)
+            assert b" 200 " in _answered(s)
+            s.setblocking(True)
+        s.sendall(HALF)
+
+        def trickles() -> bool:
+            try:
+                s.sendall(b"c")
+            except ConnectionError:
+                return True
+            return _ended(s)
+
+        until(trickles, "it stays open")
+
+
 def test_an_admitted_connection_may_be_idle_longer_than_an_unknown_one() -> None:
     let_in = REFUSED.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer s3cret\r\n\r\n")
     with (
@@ -256,6 +278,61 @@ def test_a_body_with_two_lengths_is_refused_and_its_connection_closed() -> None:
         assert said.startswith(b"HTTP/1.1 400 ")
         assert said.count(b"HTTP/1.1") == 1
         assert b"both Content-Length and Transfer-Encoding" in said
+
+
+CHUNKED = BODY.replace(b"Content-Length: 100000\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n")
+
+
+def _until_closed(s: socket.socket) -> bytes:
+    said = b""
+    with suppress(ConnectionError):
+        while piece := s.recv(4000):
+            said += piece
+    return said
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_body_in_many_small_chunks_is_refused_and_its_connection_closed(answered: bool) -> None:
+    """Each chunk takes time of the event loop, also after the request was refused."""
+    with (
+        running_server({"tiny": ScriptedEngine()}, api_key="s3cret") as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=30) as s,
+    ):
+        key = b"" if answered else b"Authorization: Bearer s3cret\r\n"
+        s.sendall(CHUNKED.replace(b"Host:", key + b"Host:"))
+        if answered:
+            assert b" 401 " in _answered(s)
+        with suppress(ConnectionError):
+            s.sendall(b"1\r\n \r\n" * 5000)
+        said = _until_closed(s)
+        assert (b"more than 4096 chunks" in said) is not answered
+
+
+def test_a_body_in_a_few_thousand_small_chunks_is_read() -> None:
+    with (
+        running_server({"tiny": ScriptedEngine()}) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=30) as s,
+    ):
+        s.sendall(CHUNKED + b"1\r\n \r\n" * 4000 + b"2\r\n{}\r\n0\r\n\r\n")
+        assert b"messages" in _answered(s)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_broken_chunk_closes_the_connection_without_a_traceback(
+    answered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        running_server({"tiny": ScriptedEngine()}, api_key="s3cret") as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=30) as s,
+    ):
+        s.sendall(CHUNKED)
+        if answered:
+            assert b" 401 " in _answered(s)
+        s.sendall(b"x\r\n")
+        assert _until_closed(s).count(b"HTTP/1.1") <= 1
+        _is_served(server)
+    assert "Traceback" not in caplog.text
+    assert "Fatal" not in caplog.text
 
 
 def test_a_body_at_the_least_rate_is_waited_for_and_a_slower_one_is_not() -> None:

@@ -43,6 +43,10 @@ _SHARES = 6
 # A named key may have this part of the known connections.
 _KEY_PART = 4
 _WANTED_DESCRIPTORS = 4096
+# A chunk takes 6 µs of the event loop, whatever its size. A body may have so many chunks, and one more
+# for each `_CHUNK_BYTES`.
+_MAX_CHUNKS = 4096
+_CHUNK_BYTES = 64
 
 
 class Connections:
@@ -120,9 +124,11 @@ class Connection(H11Protocol):
     account: Account | None = None
     since_s = 0.0
     _deadline: asyncio.TimerHandle | None = None
-    _in_headers = True
+    _in_headers = False
     _half = False
     _begun = 0
+    _n_chunks = 0
+    _n_body_bytes = 0
     _in_pieces = False
 
     def connection_made(self, transport: Any) -> None:
@@ -132,6 +138,7 @@ class Connection(H11Protocol):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.app = partial(self._answer, self.app)
+        self.conn.next_event = self._counted_event  # type: ignore[method-assign]
         self.began(transport)
 
     def began(self, transport: Any) -> None:
@@ -142,6 +149,7 @@ class Connection(H11Protocol):
         self.since_s = self.loop.time()
         self.all.add(self)
         self._close_in(self.all.settings.header_timeout_s)
+        self._in_headers = True
 
     async def _answer(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
         plain_target(scope)
@@ -202,9 +210,29 @@ class Connection(H11Protocol):
         if self.cycle is not asked and not self.resting:
             self._stop_deadline()
         elif started and not self._in_headers:
-            self._in_headers = True
             self._close_in(self.all.settings.header_timeout_s)
+            self._in_headers = True
         # Otherwise the deadline stays. Remaining data of a refused body does not extend it.
+
+    def _counted_event(self) -> Any:
+        """h11's `next_event`. Raises RemoteProtocolError for a body in too many chunks."""
+        event = h11.Connection.next_event(self.conn)
+        if isinstance(event, h11.Request):
+            self._n_chunks = self._n_body_bytes = 0
+        if isinstance(event, h11.Data):
+            self._n_chunks += event.chunk_start
+            self._n_body_bytes += len(event.data)
+            if self._n_chunks > _MAX_CHUNKS + self._n_body_bytes // _CHUNK_BYTES:
+                raise h11.RemoteProtocolError("the body has too many small chunks")
+        return event
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that breaks the protocol, unless it has an answer already, and close."""
+        if self._n_chunks > _MAX_CHUNKS:
+            msg = f"The body has more than {_MAX_CHUNKS} chunks, most below {_CHUNK_BYTES} bytes."
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Handle the end of the client's data. Return True to keep the connection.
