@@ -337,6 +337,7 @@ def serve(make: Callable[[Any], Callable[[Any], Any]]) -> None:
             number, question = json.loads(line)
         except ValueError:  # the rest of a question that an ended process was reading
             continue
+        line = b""  # it may be long
         try:
             said = {"of": number, "answer": answer(question)}
         except MemoryError:

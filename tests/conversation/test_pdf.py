@@ -43,6 +43,17 @@ def test_pictures_and_characters_of_a_pdf_are_limited(monkeypatch: pytest.Monkey
         reading.pages_of(pdf(["ten letters", "ten letters"]), 0)
 
 
+def test_a_scan_in_high_resolution_is_read() -> None:
+    from PIL import Image
+
+    noise = random.Random(1).randbytes(620 * 877 * 3)
+    page = Image.frombytes("RGB", (620, 877), noise).resize((4960, 7016))
+    scan = io.BytesIO()
+    page.save(scan, "PDF", resolution=600, quality=60)
+    (found,) = reading.read(scan.getvalue(), pictures=True).pages
+    assert found.picture
+
+
 def test_a_pdf_that_takes_too_long_is_abandoned() -> None:
     assert "within 0 seconds" in reading.read(pdf(["x"]), pictures=False, time_limit_s=0.01).problem
 
