@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import time
+import tracemalloc
 from typing import Any
 
 import httpx
 import pytest
 
+from localllm.server.dialects.responses.items import ResponseStore
 from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
 
@@ -79,6 +83,40 @@ def test_a_reference_to_an_unknown_item_is_refused_with_a_solution(http: httpx.C
         if status == 400:
             assert reply.json()["error"]["param"] == "input[0]"
             assert "does not store" in reply.text
+
+
+def test_several_references_to_one_item_are_refused(http: httpx.Client) -> None:
+    """A long item that is referred to many times would take any amount of memory."""
+    item_id = create(http, "Hi.")["output"][0]["id"]
+    reference = {"type": "item_reference", "id": item_id}
+    reply = http.post(RESPONSES, json={"input": [reference, reference]})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "input[1]"
+    assert "another reference" in reply.text
+
+
+def test_the_time_to_resolve_references_grows_linearly(http: httpx.Client) -> None:
+    """Items of a type that the model does not see make long requests possible."""
+    skipped = [{"type": "x", "id": f"item {i}"} for i in range(16_000)]
+    create(http, [{"role": "user", "content": "Hi."}, *skipped])
+    references = [{"id": item["id"]} for item in skipped]
+    began_s = time.process_time()
+    create(http, [{"role": "user", "content": "Hi."}, *references])
+    assert time.process_time() - began_s < 3
+
+
+def test_the_store_counts_the_memory_of_its_values() -> None:
+    """Short lists take many times as much memory as their JSON text."""
+    store = ResponseStore()
+    tracemalloc.start()
+    try:
+        for i in range(60):
+            lists = json.loads("[" + "[]," * 49_000 + "1]")
+            store.put({"id": f"resp_{i}", "output": []}, [{"type": "x", "values": lists}])
+        assert tracemalloc.get_traced_memory()[0] < 80 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert store.get("resp_59").given
 
 
 def test_deleting_a_response_deletes_its_items(http: httpx.Client) -> None:

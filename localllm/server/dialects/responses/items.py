@@ -4,8 +4,9 @@ The store is in memory only and evicts the least recently used response first.""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -32,9 +33,11 @@ from localllm.server.dialects.wire import TelemetryFields
 from localllm.server.http.asgi import new_id
 from localllm.server.http.recent import RecentlyUsed
 
-# Limits of the store: entries, and characters as JSON.
+# Limits of the store: entries, and bytes of memory.
 _MAX_ENTRIES = 256
-_MAX_CHARS = 64 * 2**20
+_MAX_BYTES = 64 * 2**20
+# Memory of a value besides the characters of its JSON, about.
+_VALUE_BYTES = 64
 _KEPT = (
     "responses are stored in memory and are lost when the server stops; send "
     "the complete conversation"
@@ -93,12 +96,12 @@ class PreviousResponseError(NotFoundError, code="previous_response_not_found", d
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, the items that it answers (those of earlier responses first), and the length of
-    both in characters as JSON."""
+    """A response, the items that it answers (those of earlier responses first), and the memory that
+    both take, estimated from their JSON."""
 
     body: dict[str, Any]
     given: Sequence[dict[str, Any]]
-    chars: int
+    size_bytes: int
 
 
 class ResponseStore:
@@ -106,28 +109,24 @@ class ResponseStore:
 
     def __init__(self) -> None:
         self._entries: RecentlyUsed[str, StoredResponse] = RecentlyUsed(
-            _MAX_ENTRIES, _MAX_CHARS, attrgetter("chars")
+            _MAX_ENTRIES, _MAX_BYTES, attrgetter("size_bytes")
         )
 
     def put(self, body: dict[str, Any], items: Sequence[Mapping[str, Any]]) -> None:
         """Store a finished response with the items that it answers."""
         given = [typed(item) for item in items]
-        chars = len(json.dumps([given, body["output"]]))
-        self._entries.put(body["id"], StoredResponse(body, given, chars))
+        text = json.dumps([given, body])
+        size_bytes = len(text) + _VALUE_BYTES * sum(map(text.count, "[{,"))
+        self._entries.put(body["id"], StoredResponse(body, given, size_bytes))
 
-    def item(self, item_id: str, where: str) -> dict[str, Any]:
-        """Return the item with that id. `where` is the referring field, for errors. Raises
-        RequestError."""
-        for stored in reversed(self._entries.values()):
-            items: list[dict[str, Any]] = [*stored.body["output"], *stored.given]
-            for item in items:
-                if item["id"] == item_id:
-                    return item
-        raise RequestError(
-            f"{where}: this server does not store the item {item_id[:80]!r}",
-            hint="send the item itself, or previous_response_id; " + _KEPT,
-            param=where,
-        )
+    def items(self, ids: Set[str]) -> dict[str, dict[str, Any]]:
+        """Return the stored items with these ids, by id."""
+        found: dict[str, dict[str, Any]] = {}
+        for stored in self._entries.values():
+            for item in chain(stored.given, stored.body["output"]):
+                if isinstance(item["id"], str) and item["id"] in ids:
+                    found[item["id"]] = item
+        return found
 
     def drop(self, response_id: str) -> None:
         """Remove a response. Raises PreviousResponseError."""
@@ -233,18 +232,34 @@ def input_items(fields: ResponsesFields, store: ResponseStore) -> list[Any]:
         )
     if isinstance(fields.input, str):
         return [*before, {"type": "message", "role": "user", "content": fields.input}]
-    items = before
-    for i, item in enumerate(fields.input or []):
-        items.append(_stored(item, f"input[{i}]", store))
-    return items
+    sent = fields.input or []
+    stored_items = store.items(set(filter(None, map(_reference, sent))))
+    return [*before, *(_resolved(item, f"input[{i}]", stored_items) for i, item in enumerate(sent))]
 
 
-def _stored(item: Any, where: str, store: ResponseStore) -> Any:
+def _reference(item: Any) -> str | None:
+    """Return the id of the stored item that `item` refers to, or None."""
+    if isinstance(item, Mapping) and (item.get("type") == "item_reference" or set(item) == {"id"}):
+        return str(item.get("id"))
+    return None
+
+
+def _resolved(item: Any, where: str, stored_items: dict[str, dict[str, Any]]) -> Any:
+    """Return the item itself. It is taken out of `stored_items`, because several references to a
+    long item would take any amount of memory. Raises RequestError."""
     if not isinstance(item, Mapping):
         raise RequestError(f"{where} must be an object", param=where)
-    if item.get("type") == "item_reference" or set(item) == {"id"}:
-        return store.item(str(item.get("id")), where)
-    return item
+    item_id = _reference(item)
+    if item_id is None:
+        return item
+    if item_id not in stored_items:
+        raise RequestError(
+            f"{where}: this server does not store the item {item_id[:80]!r}, or another reference "
+            "stands for it",
+            hint="send the item itself, or previous_response_id; " + _KEPT,
+            param=where,
+        )
+    return stored_items.pop(item_id)
 
 
 def messages_of(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]]:
