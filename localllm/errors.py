@@ -19,6 +19,9 @@ code and hint.
     │   ├── SlowBodyError             the body did not arrive in time (server)           408
     │   ├── MethodError               the path exists, the method does not (server)      405
     │   ├── KvDiffersError            the KV of two servers can't be exchanged (server)       409
+    │   ├── TooManyContainersError    JSON has too many lists and objects (json_limits)  400
+    │   ├── TooManyValuesError        JSON has too many values (json_limits)             400
+    │   ├── TooDeepError              JSON is nested too deeply (json_limits)            400
     │   ├── BadJsonError              the body is not JSON that we accept (server)       400
     │   └── TemplateError             the chat template raises an error (conversation)   400
     ├── NotFoundError                 unknown device, conversation, route                404  exit 3

@@ -14,6 +14,13 @@ from localllm.conversation.documents import AttachedPdf
 from localllm.conversation.images import AttachedImage
 from localllm.conversation.sounds import AttachedSound
 from localllm.errors import RequestError, UnsupportedError
+from localllm.json_limits import (
+    TooDeepError,
+    TooManyContainersError,
+    TooManyValuesError,
+    check_counts,
+    check_depth,
+)
 
 ROLES = ("system", "user", "assistant", "tool")
 # `developer` is OpenAI's newer name for `system`; `function` is its older one for `tool`.
@@ -74,6 +81,7 @@ def normalise(messages: Sequence[Any], omitted: list[str] | None = None) -> list
         _plain_message(m, f"messages[{i}]", None if i == question else kinds)
         for i, m in enumerate(messages)
     ]
+    _parse_all_arguments(plain)
     if omitted is not None:
         omitted += (f"messages.{kind}" for kind in dict.fromkeys(kinds))
     return plain
@@ -284,8 +292,7 @@ def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         call_id = _text_of(call, "id")
         if call_id is None:
             call_id = f"call_{i}"
-        arguments = parse_arguments(function.get("arguments"))
-        plain = {"name": function["name"], "arguments": arguments}
+        plain = {"name": function["name"], "arguments": function.get("arguments")}
         calls.append({"id": call_id, "type": "function", "function": plain})
     return calls
 
@@ -312,6 +319,24 @@ def unfinished(messages: Sequence[Mapping[str, Any]]) -> bool:
         return False
     last = messages[-1]
     return last["role"] == "assistant" and not last.get("tool_calls") and bool(last["content"])
+
+
+def _parse_all_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Parse the arguments of all tool calls.
+
+    Raises RequestError if they hold too many values or nest too deeply.
+    """
+    functions = [call["function"] for m in messages for call in m.get("tool_calls", ())]
+    sent = [function["arguments"] for function in functions]
+    try:
+        check_counts(*(text.encode(errors="replace") for text in sent if isinstance(text, str)))
+        for function in functions:
+            function["arguments"] = parse_arguments(function["arguments"])
+            check_depth(function["arguments"])
+    except (TooManyContainersError, TooManyValuesError) as e:
+        raise RequestError(f"the arguments of all tool calls hold {e}", param="messages") from e
+    except TooDeepError as e:
+        raise RequestError(f"an argument of a tool call {e}", param="messages") from e
 
 
 def parse_arguments(arguments: Any) -> Any:

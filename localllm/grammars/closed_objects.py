@@ -20,6 +20,8 @@ _NAMES_MEMBERS = ("properties", "patternProperties")
 _OPENS = ("additionalProperties", "unevaluatedProperties", "minProperties", "maxProperties")
 # An object that is described through more references than this leaves the schema unchanged.
 _MOST_REFERENCES = 64
+# No path within a schema has more steps, because a body may nest less deeply.
+_MOST_STEPS = 200
 _MOST_DEPTH = 8
 
 
@@ -38,7 +40,7 @@ def closed(schema: Any) -> Any:
 def pointed_to(pointer: str, root: Any) -> Any:
     """The part of `root` that a JSON pointer without its first / leads to (RFC 6901), or None."""
     found = root
-    for part in pointer.split("/"):
+    for part in pointer.split("/", _MOST_STEPS):
         if not isinstance(found, Mapping):
             return None
         found = found.get(part.replace("~1", "/").replace("~0", "~"))

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from localllm.errors import RequestError
+from localllm.server.dialects.llamacpp.completion import selected
 from localllm.server.dialects.openai import chat
 from localllm.server.http.json_body import body_memory, read_json
 from localllm.server.http.settings import ServerSettings
@@ -334,6 +335,33 @@ def test_the_beginning_of_a_prompt_shows_that_it_is_far_too_long(
         assert "100000 tokens" in refused.text
         assert 0 < engine.sent_chars < 10_000
         assert not engine.requests
+
+
+@pytest.mark.parametrize("size", ["too many", "too deep"])
+def test_arguments_as_text_have_the_limits_of_a_body(server: Running, size: str) -> None:
+    """The limit counts the arguments of all calls together, without the text in their strings."""
+    lists = '{"a": [' + "[]," * 30_000 + "1]}"
+    if size == "too deep":
+        lists = '{"a":' * 900 + "1" + "}" * 900
+    code = json.dumps({"code": "[" * 60_000})
+    calls = [{"function": {"name": "look", "arguments": text}} for text in (lists, code, lists)]
+    called = {"role": "assistant", "content": None, "tool_calls": calls}
+    body = {"messages": [*HI["messages"], called]}
+    refused = _post(server, json.dumps(body).encode())
+    assert refused.status_code == 400
+    why = {"too many": "50,000 lists and objects", "too deep": "deeper than 96 levels"}
+    assert why[size] in refused.json()["error"]["message"]
+    calls[:] = calls[1:2]
+    assert "tokens" in _post(server, json.dumps(body).encode()).json()["error"]["message"]
+
+
+def test_a_path_in_an_answer_takes_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        assert selected({"a": {"b": 1}}, ["/" * 2_000_000, "a/b"]) == {"a/b": 1}
+        assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_incoming_bodies_share_a_memory_limit_and_small_ones_are_still_accepted() -> None:

@@ -24,6 +24,7 @@ from models.first_layers import write_first_layers
 from models.tiny_vision import write_vision
 from support.heavy_requests import KINDS, TEMPLATE, chat
 from support.http_server import Running, running_server
+from support.pdfs import needs_pdf
 from support.pictures import needs_mtmd, needs_pillow
 from support.until import until
 
@@ -129,6 +130,8 @@ def _kept(client: httpx.Client, body: dict[str, object]) -> bool:
 def _cases() -> Iterator[object]:
     for name, kind in KINDS.items():
         marks = [needs_mtmd(), needs_pillow()] if kind.sees else []
+        if kind.reads_pdf:
+            marks.append(needs_pdf())
         yield pytest.param(name, kind.usual, marks=marks, id=name)
         for k in range(kind.usual + 1, kind.largest + 1):
             yield pytest.param(name, k, marks=[*marks, pytest.mark.long], id=f"{name}-{k}")

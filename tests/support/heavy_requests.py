@@ -116,6 +116,18 @@ def _gbnf(n: int) -> Body:
     return chat(grammar="root ::= r0\n" + _rules(n).replace(": ", " ::= "))
 
 
+def _arguments(n: int) -> Body:
+    """One call whose arguments are a JSON text with many lists."""
+    function = {"name": "look", "arguments": '{"a": [' + "[]," * n + "1]}"}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    return {**chat(), "messages": [{"role": "user", "content": "a"}, called]}
+
+
+def _steps(n: int) -> Body:
+    """A reference with many steps, in an object that is described in two parts."""
+    return _schema({"allOf": [{"$ref": "#/" + "/" * n}, _object({"a": {"type": "integer"}})]})
+
+
 def _tools(n: int) -> Body:
     schema = _object({f"p{i}": {"enum": [f"e{i}{j}" for j in range(8)]} for i in range(n // 8)})
     tools = [
@@ -148,6 +160,21 @@ def _picture(n: int) -> Body:
     return chat([{"type": "image_url", "image_url": {"url": url}}])
 
 
+def _pdf(n: int) -> Body:
+    """A PDF with one page, whose compressed content draws `n` letters."""
+    content = zlib.compress(b"BT /F1 9 Tf (a) Tj ET\n" * n, 9)
+    objects = (
+        b"1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj\n"
+        b"2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj\n"
+        b"3 0 obj<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Contents 4 0 R/Resources<</Font<</F1"
+        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>>>>>>>endobj\n"
+        b"4 0 obj<</Filter/FlateDecode/Length %d>>stream\n%b\nendstream endobj\n"
+        b"trailer<</Root 1 0 R>>\n%%%%EOF" % (len(content), content)
+    )
+    data = "data:application/pdf;base64," + base64.b64encode(b"%PDF-1.4\n" + objects).decode()
+    return chat([{"type": "file", "file": {"filename": "a.pdf", "file_data": data}}])
+
+
 def _hostile(name: str) -> Callable[[int], Body]:
     return lambda n: chat(f"do-{name} {n}")
 
@@ -161,6 +188,7 @@ class Kind:
     usual: int
     largest: int
     sees: bool = False
+    reads_pdf: bool = False
 
 
 KINDS = {
@@ -168,6 +196,10 @@ KINDS = {
     "anyOf in anyOf": Kind(_choices, 9, 13),
     "a chain of refs": Kind(_chain, 9, 13),
     "a ring of refs": Kind(_ring, 9, 13),
+    "a reference of many steps": Kind(_steps, 20, 24),
+    "a schema as text": Kind(lambda n: chat(json_schema='{"enum": [' + "{}," * n + "1]}"), 22, 23),
+    "arguments as text": Kind(_arguments, 22, 23),
+    "choices": Kind(lambda n: chat(guided_choice=[f"{i}" + "(" * n for i in range(4096)]), 12, 12),
     "patternProperties": Kind(_patterns, 7, 12),
     "enums of properties": Kind(_enums, 14, 18),
     "a long name": Kind(lambda n: _loose(_object({"k" * n: {"type": "integer"}})), 17, 23),
@@ -192,6 +224,7 @@ KINDS = {
     "messages": Kind(_messages, 14, 15),
     "one letter": Kind(lambda n: chat("a" * n), 22, 24),
     "letters of four bytes": Kind(lambda n: chat("\U000e0001" * n), 20, 21),
+    "a packed PDF": Kind(_pdf, 22, 25, reads_pdf=True),
     "a picture": Kind(_picture, 11, 15, sees=True),
     **{f"template: {name}": Kind(_hostile(name), 14, 20) for name in _HOSTILE},
 }

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field
 from localllm.errors import RequestError, UnsupportedError
 from localllm.grammars.closed_objects import closed
 from localllm.grammars.json_schema import convert_schema
+from localllm.json_limits import TooManyContainersError, TooManyValuesError, check_counts
 from localllm.server.dialects.known import FORMS, BodyPart, Refused, Shape
 
 # ("json_schema" | "gbnf" | "regex", source), as `engine.messages.Request.grammar` takes it, or
@@ -22,7 +23,8 @@ Constraint: TypeAlias = tuple[str, str]
 # Types of the constraints in a body.
 SchemaSource: TypeAlias = dict[str, Any] | str
 RegexSource = Annotated[str, Field(max_length=1 << 16)]
-GrammarSource = Annotated[str, Field(max_length=1 << 18)]
+_MOST_CHARS = 1 << 18
+GrammarSource = Annotated[str, Field(max_length=_MOST_CHARS)]
 ChoiceTexts = Annotated[list[str], Field(max_length=4096)]
 
 
@@ -46,7 +48,10 @@ def of_schema(
     Raises RequestError if the text is not a JSON schema."""
     if isinstance(schema, str):
         try:
+            check_counts(schema.encode(errors="replace"))
             schema = json.loads(schema)
+        except (TooManyContainersError, TooManyValuesError) as e:
+            raise RequestError(f"{where} holds {e}", param=where) from e
         except (ValueError, RecursionError) as e:
             raise RequestError(f"{where} is not valid JSON", param=where) from e
         if not isinstance(schema, dict | bool):
@@ -85,6 +90,13 @@ def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
         return None
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise RequestError(f"{where} must be a list of at least one text", param=where)
+    n_chars = sum(map(len, texts))
+    if n_chars > _MOST_CHARS:
+        raise RequestError(
+            f"the texts of {where} have {n_chars:,} characters together; the limit is "
+            f"{_MOST_CHARS:,}",
+            param=where,
+        )
     return "regex", "|".join(map(re.escape, texts))
 
 

@@ -19,6 +19,14 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from localllm.errors import BusyError, RequestError
+from localllm.json_limits import (
+    MAX_DEPTH,
+    TooDeepError,
+    TooManyContainersError,
+    TooManyValuesError,
+    check_counts,
+    check_depth,
+)
 from localllm.server.http.errors import BodyTooLargeError, EncodingError, SlowBodyError
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.text_memory import text_bytes
@@ -38,15 +46,6 @@ _SMALL_BYTES = 2**17
 # Reads large bodies and does the work that depends on them. More than two computing threads would
 # delay all other requests.
 _LARGE_BODIES: Final = ThreadPoolExecutor(2, thread_name_prefix="large bodies")
-# A body is parsed and validated without interruption, so these limits bound the time. A body of
-# 32 MiB could hold a hundred times as many. Real conversations with tools have thousands. A prompt
-# of token ids has as many values as tokens.
-_MAX_CONTAINERS = 50_000
-_MAX_VALUES = 1_000_000
-# `_PLAIN` matches JSON text up to the next string. `_QUOTED` matches complete escapes and other
-# characters up to the end of a string.
-_PLAIN = re.compile(rb'[^"]*("?)')
-_QUOTED = re.compile(rb'(?:[^"\\]+|\\.)*("?)', re.DOTALL)
 # ASGI scope key of a body that has been read, for the next reader of the same request.
 BODY = "localllm.body"
 # True if the request's body was a large one.
@@ -293,39 +292,7 @@ async def _received(request: Request, settings: ServerSettings) -> bytearray:
     return body
 
 
-def _check_counts(text: Received) -> int:
-    """Return the number of opening brackets in `text`, those in strings included. Raise
-    BadJsonError or BodyTooLargeError if it holds too many containers or values.
-
-    For the limits, brackets and commas inside strings don't count. Strings are parsed only if the
-    simple count is over a limit."""
-    brackets = text.count(b"[") + text.count(b"{")
-    if brackets <= _MAX_CONTAINERS and brackets + text.count(b",") <= _MAX_VALUES:
-        return brackets
-    containers = values = strings = 0
-    quoted = False
-    found = _PLAIN.match(text, 0, _PIECE_BYTES)
-    # If no match is found, the text ends or is invalid. The JSON parser then reports the
-    # position.
-    while found is not None and found[0]:
-        if not quoted:
-            opened = found[0].count(b"[") + found[0].count(b"{")
-            containers += opened
-            values += opened + found[0].count(b",")
-            strings += bool(found[1])
-        if containers > _MAX_CONTAINERS:
-            raise BadJsonError(f"the body holds more than {_MAX_CONTAINERS:,} lists and objects")
-        # An object has two strings for each comma.
-        if max(values, strings / 2) > _MAX_VALUES:
-            raise BodyTooLargeError(f"the body holds more than {_MAX_VALUES:,} values")
-        quoted ^= bool(found[1])
-        at = found.end()
-        pattern = _QUOTED if quoted else _PLAIN
-        found = pattern.match(text, at, at + _PIECE_BYTES)
-    return brackets
-
-
-def parse(body: Received, max_depth: int = 96) -> dict[str, Any]:
+def parse(body: Received, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     """Return the JSON object in `body`. Raises BadJsonError, and BodyTooLargeError for too many
     values."""
     value = _value(body, max_depth)
@@ -334,15 +301,19 @@ def parse(body: Received, max_depth: int = 96) -> dict[str, Any]:
     return value
 
 
-def _value(body: Received, max_depth: int = 96) -> Any:
+def _value(body: Received, max_depth: int = MAX_DEPTH) -> Any:
     """Return the JSON value in `body`. Raises the same errors as `parse`.
 
     Lone surrogates become U+FFFD, so that the result can be encoded as UTF-8. Editors produce them
     when they cut text within a character."""
     try:
         body = _as_utf8(body)
-        n_brackets = _check_counts(body)
+        n_brackets = check_counts(body)
         value = _parsed(body)
+    except TooManyContainersError as e:
+        raise BadJsonError(f"the body holds {e}") from e
+    except TooManyValuesError as e:
+        raise BodyTooLargeError(f"the body holds {e}") from e
     except UnicodeDecodeError as e:
         raise BadJsonError(f"the body is not UTF-8 text: byte {e.start} is invalid") from e
     except json.JSONDecodeError as e:
@@ -355,7 +326,10 @@ def _value(body: Received, max_depth: int = 96) -> Any:
             "the nesting is too deep"
         ) from e
     if n_brackets > max_depth:
-        _check_depth(value, max_depth, max_depth)
+        try:
+            check_depth(value, max_depth)
+        except TooDeepError as e:
+            raise BadJsonError(f"the body {e}") from e
     if _may_have_surrogates(body):
         return _without_surrogates(value)
     return value
@@ -385,18 +359,6 @@ def _parsed(body: Received) -> Any:
         return from_json(body, allow_inf_nan=False, cache_strings="keys")
     # `json` reads lone surrogates, too, and its errors have the position in characters.
     return json.loads(body.decode("utf-8", "surrogatepass"), parse_constant=_refuse_constant)
-
-
-def _check_depth(value: Any, levels: int, max_depth: int) -> None:
-    """Raise BadJsonError if `value` nests deeper than `levels`."""
-    if not isinstance(value, dict | list):
-        return
-    if not levels:
-        raise BadJsonError(f"the body is nested deeper than {max_depth} levels")
-    if isinstance(value, dict):
-        value = value.values()
-    for inner in value:
-        _check_depth(inner, levels - 1, max_depth)
 
 
 def _without_surrogates(value: Any) -> Any:
