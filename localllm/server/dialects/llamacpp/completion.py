@@ -104,12 +104,12 @@ class LlamaCppFields(SamplingFields, TelemetryFields):
     )
     n_predict: int | None = Field(None, ge=-2, le=2**31 - 1, description="-1: the remaining window")
     n_probs: int | None = Field(
-        None, ge=0, le=MOST_PROBABILITIES, description="above 20 only for short answers"
+        None, ge=0, le=1 << 20, description="above 20 only for short answers"
     )
     n_cmpl: Choices | None = None
     # OpenAI's names. As in llama.cpp, they count if its own names are not sent.
     max_tokens: int | None = Field(None, ge=-2, le=2**31 - 1, description="as n_predict")
-    logprobs: int | None = Field(None, ge=0, le=MOST_PROBABILITIES, description="as n_probs")
+    logprobs: int | None = Field(None, ge=0, le=1 << 20, description="as n_probs")
     return_tokens: bool | None = Field(None, description="also return the token ids of the answer")
     response_fields: Annotated[list[str], Field(max_length=64)] | None = Field(
         None, description="return only these fields of the answer; a/b means field b of a"
