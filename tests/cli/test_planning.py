@@ -57,6 +57,37 @@ def test_another_process_makes_the_same_plans_as_this_one(
     assert not [c for c in alive if "planning" in " ".join(c.cmdline())]
 
 
+def test_a_process_that_prepares_makes_the_plans_afterwards(desk: PlanningProcess) -> None:
+    prepared = desk.start(APPLE)
+    prepared.result(timeout=60)
+    children = psutil.Process().children()
+    assert desk.plan(APPLE).choices
+    assert psutil.Process().children() == children
+    with pytest.raises(DeviceNotFoundError):
+        desk.start(PlanRequest(machine="a toaster")).result(timeout=60)
+
+
+def test_figures_of_this_machine_are_read_again_after_the_preparation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory and measured speeds may change between the start of a chat and its first plan."""
+    from localllm.load import candidates
+
+    real = candidates.machine_of
+    read: list[object] = []
+
+    def counted(*given: object, **more: object) -> object:
+        read.append(given)
+        return real(*given, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(candidates, "machine_of", counted)
+    service = LocalModelService()
+    service.prepare(PlanRequest())
+    service.plan(PlanRequest())
+    service.plan(PlanRequest())
+    assert len(read) == 2
+
+
 def test_a_memory_speed_of_a_busy_machine_is_marked_and_measured_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -105,7 +136,7 @@ def test_prompts_may_be_prefilled_on_another_machine() -> None:
     assert "half of the layers on each" in why
     for wrong in ("dgx spark --with m4 max 128GB --link string", "toaster --with m2 --link 10gbe"):
         with pytest.raises((UsageError, DeviceNotFoundError)):
-            service.check(PlanRequest(machine=wrong))
+            service.prepare(PlanRequest(machine=wrong))
 
 
 def test_an_invalid_plan_request_is_refused(desk: PlanningProcess) -> None:

@@ -3,6 +3,7 @@ files."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 from textual.widgets import OptionList, Static
 
 from localllm.errors import DownloadError
-from localllm_tui.control.interfaces import InstalledModel, PlanList
-from localllm_tui.control.model_list import Pulls
+from localllm_tui.control.interfaces import InstalledModel, PlanList, PlanRequest
+from localllm_tui.control.model_list import FirstRun, Pulls
 from localllm_tui.control.model_rows import ModelRows
+from localllm_tui.screens import models
 from localllm_tui.screens.models import ModelsScreen
 from tui.conftest import Driver
 from tui.scripted_models import ScriptedModelService, choice
@@ -95,6 +97,23 @@ def test_plans_are_listed_as_they_are_made_and_keys_work_meanwhile(drive: Any) -
             it.row_gate.release()
         await d.until(lambda: "3 fit ·" in d.screen() and "SMALL" in d.screen())
         assert "why mid" in d.screen()  # the selection is kept
+
+    drive(play, model_service=it)
+
+
+def test_the_first_plan_is_listed_without_waiting_for_a_timer(
+    drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "ARRIVED_S", 1e6)
+    it = service()
+    it.row_gate = threading.Semaphore(1)
+
+    async def play(d: Driver) -> None:
+        await d.press("f4")
+        await d.until(lambda: "1 fit so far" in d.screen() and "BIG" in d.screen())
+        assert it.row_gate is not None
+        it.row_gate.release(3)
+        await d.until(lambda: "3 fit ·" in d.screen())
 
     drive(play, model_service=it)
 
@@ -291,6 +310,16 @@ def test_the_first_run_explains_the_starter_and_a_key_pulls_a_better_model(drive
         server.answer("Bonjour")
         server.answer("Bonsoir")
         drive(play, model_service=it, first_run=True, server_=server, size=(100, 40))
+
+
+def test_the_first_run_offers_plans_that_the_models_screen_made_before() -> None:
+    it = service()
+    known = {PlanRequest(): it.plan(PlanRequest())}
+    it.requests.clear()
+    first_run = FirstRun("starter", Pulls(it))
+    asyncio.run(first_run.plan(known))
+    assert [choice.ref for choice in first_run.best] == ["big:Q4", "mid:Q4", "small:Q4"]
+    assert not it.requests
 
 
 def test_the_first_offer_is_a_measured_model(drive: Any) -> None:

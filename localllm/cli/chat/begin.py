@@ -18,7 +18,7 @@ from localllm_tui.control.answering import AnswerStream, PendingAnswer
 from localllm_tui.control.attachments import with_files
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.interfaces import ChatEngine
+from localllm_tui.control.interfaces import ChatEngine, PlanRequest
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import TerminalQuestion, is_light, one_line
 
@@ -169,12 +169,17 @@ def _on_screen(
     """Run the full screen. Its engines, plans and tools end with `stack`."""
     from localllm.cli.chat.config import take_keys, tool_hosts
     from localllm.cli.chat.planning import PlanningProcess
-    from localllm_tui.app import ChatApp
 
     take_keys()
     settings = Settings()
     desk = PlanningProcess(offline=bool(settings.value("offline")))
     stack.callback(desk.close)
+    if not engine.where:
+        # The screen's imports use one processor core. The engine, which is loaded after them,
+        # would slow down the first plan.
+        desk.start(PlanRequest())
+    from localllm_tui.app import ChatApp
+
     first_run = not engine.where and engines.only_the_starter(opening.model)
     opening = replace(
         opening,

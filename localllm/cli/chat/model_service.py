@@ -27,7 +27,7 @@ from localllm_tui.control.interfaces import (
 )
 
 if TYPE_CHECKING:
-    from localllm.cli.recommend.phases import Prefilling
+    from localllm.cli.recommend.phases import JoinedNames, Prefilling
     from localllm.device.types import Device
     from localllm.library.transfer import DownloadProgress
     from localllm.library.types import LocalModel
@@ -100,10 +100,18 @@ class LocalModelService:
             guessed=device.bandwidth_gbps.basis == "assumed",
         )
 
-    def check(self, request: PlanRequest) -> None:
-        """Raise DeviceNotFoundError or UsageError if the machine can't be planned for."""
-        self._device(request)
+    def prepare(self, request: PlanRequest) -> None:
+        """Plan one model for the request's machine, which loads all that further plans need.
+
+        The machine's figures are not kept: the next plans read them again. Raises
+        DeviceNotFoundError or UsageError if the machine can't be planned for.
+        """
+        from localllm.planner import recommend as planner
+
+        device, overrides = self._device_now(*_machine_and_memory(request))
         _prefilling(request)
+        one = self.catalog.models[:1]
+        planner.recommend(device, one, _workload(request), overrides=overrides, limit=0)
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         from localllm.library.describe import describe
@@ -164,17 +172,16 @@ class LocalModelService:
         return load_catalog()
 
     def _device(self, request: PlanRequest) -> tuple[Device, Overrides]:
-        from localllm.cli.recommend.phases import joined_names
-
-        names = joined_names(request.machine)
-        machine = request.machine.strip() if names is None else names.decoding
-        key = (machine, request.memory_gb)
+        key = _machine_and_memory(request)
         if key in self._devices:
             return self._devices[key]
-        found = candidates.machine_of(key[0] or None, request.memory_gb or None, self.catalog)
+        found = self._device_now(*key)
         if not found[0].bandwidth_gbps.busy:  # a busy machine is measured again
             self._devices[key] = found
         return found
+
+    def _device_now(self, machine: str, memory_gb: float) -> tuple[Device, Overrides]:
+        return candidates.machine_of(machine or None, memory_gb or None, self.catalog)
 
     def _local(self, model: InstalledModel) -> LocalModel:
         for local in store.scan():
@@ -183,14 +190,29 @@ class LocalModelService:
         raise ModelNotFoundError(f"{model.name} is no longer on this disk")
 
 
+def _machine_and_memory(request: PlanRequest) -> tuple[str, float]:
+    """The name of the machine that writes answers ("": this one), and the size of its memory."""
+    names = _joined(request.machine)
+    machine = request.machine.strip() if names is None else names.decoding
+    return machine, request.memory_gb
+
+
+def _joined(machine: str) -> JoinedNames | None:
+    if not machine:
+        return None  # this machine needs no import
+    from localllm.cli.recommend.phases import joined_names
+
+    return joined_names(machine)
+
+
 def _prefilling(request: PlanRequest) -> Prefilling | None:
     """The machine that reads prompts, if the request names one. Raises DeviceNotFoundError and
     UsageError."""
-    from localllm.cli.recommend.phases import joined_names, prefilling_of
-
-    names = joined_names(request.machine)
+    names = _joined(request.machine)
     if names is None:
         return None
+    from localllm.cli.recommend.phases import prefilling_of
+
     return prefilling_of(names)
 
 

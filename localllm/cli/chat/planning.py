@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import IO, Any
 
@@ -33,6 +34,14 @@ class PlanningProcess(LocalModelService):
         super().__init__(offline=offline)
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+
+    def start(self, request: PlanRequest) -> Future[None]:
+        """Start the child, and return at once. It prepares for `request`, and the errors of that are
+        the result's."""
+        return ThreadPoolExecutor(1, "planning").submit(self.prepare, request)
+
+    def prepare(self, request: PlanRequest) -> None:
+        self._call_child("prepare", request)
 
     def plan(
         self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = ignore_part

@@ -302,14 +302,17 @@ def _open_screen(
     from localllm.cli.chat.config import take_keys
     from localllm.cli.chat.planning import PlanningProcess
     from localllm_tui.control.interfaces import PlanRequest
-    from localllm_tui.models_app import ModelsApp
 
-    gc.enable()  # a screen stays open for long
     take_keys()
     desk = PlanningProcess(offline=offline)
     wish = PlanRequest(purpose, context, machine, memory_gb)
-    desk.check(wish)
     try:
+        prepared = desk.start(wish)
+        # The child imports the planner, while the screen is imported here.
+        from localllm_tui.models_app import ModelsApp
+
+        gc.enable()  # a screen stays open for long
+        prepared.result()
         chosen = ModelsApp(desk, wish).run()
     finally:
         desk.close()

@@ -317,11 +317,13 @@ class FirstRun:
     guessed: bool = False
 
     async def plan(self, plans: dict[PlanRequest, PlanList]) -> None:
-        """Plan the models that this machine could run, and add the plans to `plans`."""
+        """Plan the models that this machine could run, and add the plans to `plans`, unless they are
+        there."""
         request = PlanRequest()
-        found = PlanList("", ())
-        with suppress(LocalLLMError):
-            found = plans[request] = await asyncio.to_thread(self.pulls.service.plan, request)
+        found = plans.get(request, PlanList("", ()))
+        if request not in plans:
+            with suppress(LocalLLMError):
+                found = plans[request] = await asyncio.to_thread(self.pulls.service.plan, request)
         self.choices = found.choices
         self.guessed = found.guessed
 

@@ -1,5 +1,4 @@
-"""The screen of models: the plans that fit for the settings of the sliders, the files on this disk,
-and downloads."""
+"""The screen of models: plans that fit the sliders' settings, files on this disk, and downloads."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ T = TypeVar("T")
 
 _LOOK_S = 0.2
 # Rows are shown this long after they were planned, at most.
-_ARRIVED_S = 0.1
+ARRIVED_S = 0.1
 # One line of details per this many lines of the screen, because the list is more important.
 _ROWS_PER_DETAIL = 6
 _MAX_DETAILS = 6
@@ -174,7 +173,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         self.query_one(OptionList).focus()
         self._write("#summary", "planning …")
         self.set_interval(_LOOK_S, self._show_downloads)
-        self.set_interval(_ARRIVED_S, self._show_arrived)
+        self.set_interval(ARRIVED_S, self._show_arrived)
         self._replan()
         start(self, self._look_at_disk, "disk")  # known long before the plan
 
@@ -214,7 +213,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
                 self._replan_wanted = False
                 request = self._plan_request()
                 self._arrived = []
-                planned = await self._answer(self._service.plan, request, self._arrived.append)
+                planned = await self._answer(self._service.plan, request, self._arrive)
                 if planned is not None:
                     self.rows.planned = self._known[request] = planned
                     self._request = request
@@ -229,6 +228,12 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         except LocalLLMError as e:
             self.notify(wording.in_a_line(e), severity="warning", markup=False)
             return None
+
+    def _arrive(self, choice: PlanChoice) -> None:
+        """Keep a plan, which a thread made. The first one is listed at once, others soon."""
+        self._arrived.append(choice)
+        if len(self._arrived) == 1:
+            self.call_later(self._show_arrived)
 
     def _show_arrived(self) -> None:
         """List what is planned so far, the best first, unless it was planned before or is not what
@@ -448,10 +453,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         """Remove files after the key is pressed twice."""
         model = self._model
         if model is None:
-            self.notify(
-                "select an installed model to remove its files: D lists them",
-                markup=False,
-            )
+            self.notify("select an installed model to remove its files: D lists them", markup=False)
         elif model.name == self.rows.current:
             self.notify(
                 f"{model.name} is used by this chat: use another model first",
@@ -466,10 +468,8 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             )
         elif self._removing != model.path:
             self._removing = model.path
-            question = (
-                f"Delete again removes {model.name} ({byte_size(model.size_bytes)}) permanently"
-            )
-            self._write("#details", question)
+            size = byte_size(model.size_bytes)
+            self._write("#details", f"Delete again removes {model.name} ({size}) permanently")
         else:
             self._removing = ""
             start(self, partial(self._remove, model), "remove")
