@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.segment import Segment
 
+from localllm_tui.widgets.line_filters import NoControls
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
 
@@ -38,6 +39,30 @@ def test_no_color_removes_every_colour(
         assert all(style.color is None and style.bgcolor is None for style in styles())
 
     drive(play)
+
+
+def test_a_key_filters_only_the_lines_that_it_changes(
+    drive: Any, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other lines of the screen keep what the filters made of them before."""
+    server.answer("a line\n\n" * 40)
+    filtered: list[str] = []
+    apply = NoControls.apply
+
+    def counted(self: NoControls, segments: list[Segment], background: Any) -> list[Segment]:
+        filtered.append("".join(segment.text for segment in segments))
+        return apply(self, segments, background)
+
+    async def play(d: Driver) -> None:
+        await d.ask("q")
+        await d.press("a")
+        monkeypatch.setattr(NoControls, "apply", counted)
+        await d.press("b")
+        await d.until(lambda: any("ab" in line for line in filtered))
+        assert len(filtered) < 10  # the lines of the input
+        assert not any("a line" in line for line in filtered)
+
+    drive(play, size=(80, 40))
 
 
 def test_a_theme_is_remembered(drive: Any) -> None:

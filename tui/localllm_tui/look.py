@@ -10,12 +10,16 @@ from textual.app import App
 from textual.driver import Driver
 from textual.filter import LineFilter
 
-from localllm_tui.paste_input import install
+from localllm_tui import paste_input, terminal_writer
 from localllm_tui.widgets.contrast import readable_tokens
 from localllm_tui.widgets.line_filters import CSS as NO_COLOR_CSS
 from localllm_tui.widgets.line_filters import NoColors, NoControls
 
 T = TypeVar("T")
+
+# Each line keeps what a filter made of it, by the filter. With new filters for each frame, a key
+# would filter all lines of the screen again.
+_NO_CONTROLS, _NO_COLORS = NoControls(), NoColors()
 
 
 class LookApp(App[T]):
@@ -49,7 +53,8 @@ class LookApp(App[T]):
 
     def get_driver_class(self) -> type[Driver]:
         driver = super().get_driver_class()
-        install(driver)
+        paste_input.install(driver)
+        terminal_writer.install(driver)
         return driver
 
     def get_css_variables(self) -> dict[str, str]:
@@ -58,9 +63,9 @@ class LookApp(App[T]):
         return self.theme_variables
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        filters: list[LineFilter] = [*super().get_line_filters(), NoControls()]
+        filters: list[LineFilter] = [*super().get_line_filters(), _NO_CONTROLS]
         if self.no_color:
-            filters.append(NoColors())
+            filters.append(_NO_COLORS)
         return filters
 
     def fitting_theme(self, *, light: bool) -> str:

@@ -83,6 +83,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         self._tidy = False  # collected since something happened
         self._draft: str | None = None  # what was in the input when an edit began
         self._draft_of: str | None = None  # the conversation that what is typed is the draft of
+        self._unsaved: tuple[str | None, str] | None = None  # that conversation, and a draft of it
 
     def compose(self) -> ComposeResult:
         yield GlassPanel(id="glass")
@@ -106,6 +107,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
     async def on_unmount(self) -> None:
         gc.set_threshold(*self._gc_before)
         await self.chat.tools.switch_off()
+        self._save_draft()
         self._drafts.close()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -149,13 +151,19 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         text = self.composer.text
         self.composer.menu.offer(text)
         _ = self.composer.chosen_file
-        if (
-            self.chat.editing is None and commands.parse(text) is None
-        ):  # commands are not saved as drafts
+        if self.chat.editing is None and commands.parse(text) is None:  # commands are no drafts
             self._draft_of = self.chat.session.id
-            self._drafts.save(self._draft_of, self.composer.written)
+            self._unsaved = (self._draft_of, self.composer.written)
+            # Waking the thread that writes may take as long as drawing, so the key is drawn first.
+            self.call_after_refresh(self._save_draft)
         self._frames.count()
         self._frames.show_state()
+
+    def _save_draft(self) -> None:
+        """Save the draft that was typed last, unless it was sent or replaced meanwhile."""
+        if self._unsaved is not None and self._unsaved[1] == self.composer.written:
+            self._drafts.save(*self._unsaved)
+        self._unsaved = None
 
     async def on_question_submitted(self, event: QuestionSubmitted) -> None:
         text = event.text.strip()
