@@ -1,10 +1,12 @@
-"""A worker's computation buffers use pages of 2 MiB if Linux offers them."""
+"""A worker's memory on Linux: its computation buffers use pages of 2 MiB if they are offered, and
+freed blocks of KV go back to the system."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -61,3 +63,35 @@ def test_user_glibc_tunables_stay_and_64_kib_pages_need_no_setting(
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096}.get, raising=False)
     assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
+
+
+# Blocks of 8 MiB are freed after a larger one, with one of 1 MiB at the end of the heap.
+FREES_BLOCKS = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+def block(size):
+    at = libc.malloc(size)
+    ctypes.memset(at, 1, size)
+    return at
+libc.free(block(24 * 2**20))
+blocks = [block(8 * 2**20) for _ in range(8)]
+last = block(2**20)
+for each in blocks:
+    libc.free(each)
+with open("/proc/self/status") as status:
+    print(next(int(line.split()[1]) for line in status if line.startswith("VmRSS")))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
+def test_freed_blocks_of_a_worker_go_back_to_the_system() -> None:
+    def resident_kib(environment: dict[str, str]) -> int:
+        command = [sys.executable, "-c", FREES_BLOCKS]
+        return int(subprocess.check_output(command, env=environment))
+
+    usual = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    if resident_kib(usual) < 64 * 2**10:
+        pytest.skip("this C library returns freed blocks by itself")
+    assert resident_kib({**worker_environment(), **usual}) < 32 * 2**10
