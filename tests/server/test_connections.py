@@ -5,7 +5,9 @@ In any number, and whatever they send, they end, and no other client waits for t
 
 from __future__ import annotations
 
+import gc
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -19,6 +21,7 @@ import pytest
 from localllm.cli.serve.listening import server_settings
 from localllm.errors import UsageError
 from localllm.server.http.accounts import NamedKey, digest_of
+from localllm.server.http.connections import Connection
 from localllm.server.http.settings import CONNECTION_LIMITS
 from localllm.settings import Settings
 from support.http_server import Running, running_server
@@ -352,6 +355,23 @@ def test_a_body_at_the_least_rate_is_waited_for_and_a_slower_one_is_not() -> Non
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows bounds no sockets")
+def test_a_connection_that_its_client_resets_after_the_answer_is_released() -> None:
+    def held_connections() -> int:
+        gc.collect()
+        return sum(isinstance(each, Connection) for each in gc.get_objects())
+
+    with running_server({"tiny": ScriptedEngine()}) as server:
+        until(lambda: held_connections() == 0)
+        s = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+        s.sendall(HEALTH)
+        _answered(s)
+        assert held_connections() == 1
+        # with this option, `close` resets the connection
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        s.close()
+        until(lambda: held_connections() == 0)
+
+
 def test_a_low_limit_of_open_files_limits_the_connections() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "server.few_descriptors"],

@@ -295,6 +295,8 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost()
         super().connection_lost(exc)
+        # After a reset, uvicorn's timer would hold the connection and its request for a minute.
+        self._unset_keepalive_if_required()
 
     def lost(self) -> None:
         """Count the connection no longer."""
