@@ -175,6 +175,22 @@ def test_the_thinking_in_an_export_of_open_webui_is_thinking(
     assert (answer.content, answer.reasoning) == ("this", "hm\nso")
 
 
+def test_thinking_without_an_end_in_an_export_is_text_however_often_it_begins(
+    history: History, tmp_path: Path
+) -> None:
+    """A pattern with both ends would search the whole rest of the text at each beginning."""
+    text = '<details type="reasoning">\n' * 40_000
+    messages = {
+        "1": {"childrenIds": ["2"], "role": "user", "content": "hi"},
+        "2": {"parentId": "1", "role": "assistant", "content": text},
+    }
+    file = tmp_path / "chat.json"
+    file.write_text(json.dumps([{"chat": {"history": {"messages": messages, "currentId": "2"}}}]))
+    (conv,) = import_export.import_file(history, file, "m").ids
+    answer = history.messages(conv)[1]
+    assert (answer.content, answer.reasoning) == (text, None)
+
+
 def test_entries_of_an_export_without_a_conversation_are_named(
     history: History, tmp_path: Path
 ) -> None:

@@ -110,6 +110,13 @@ def test_thinking_between_tags_at_the_beginning_is_thinking_with_any_division(
     assert "".join(pair[1] for pair in pairs) == text
 
 
+def test_blanks_before_thinking_are_kept_back_only_up_to_a_limit() -> None:
+    """Each piece of a beginning is looked at again, so a megabyte of blanks would take hours."""
+    tags = ThinkingTags()
+    pieces = [tags.feed(" ") for _ in range(1000)]
+    assert "".join(text for _, text in pieces) == " " * 1000
+
+
 def test_thinking_between_tags_is_folded_and_not_sent_again(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
@@ -171,6 +178,7 @@ FIELD = {"loc": ["body", "top_k"], "msg": "not permitted"}
         (422, {"detail": [FIELD]}, "the server answered 422: top_k: not permitted"),
         (502, PAGE, "the server answered 502: Bad Gateway"),
         (504, b"<!DOCTYPE html><p>sorry", "the server answered 504: Gateway Timeout"),
+        (502, b"<html>" + b"<title " * 100_000, "the server answered 502: Bad Gateway"),
         (429, b"", "the server answered 429"),
         (400, {"error": "boom"}, "boom"),
         (400, {"detail": [1, {}]}, 'the server answered 400: {"detail": [1, {}]}'),

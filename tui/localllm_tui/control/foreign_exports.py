@@ -21,10 +21,9 @@ _HIDDEN = "is_visually_hidden_from_conversation"
 # The member that a conversation of each program has.
 _FORMS = {"mapping", "chat"}
 # Open WebUI keeps a model's thinking in the text, as a block that is quoted.
-_THINKING = re.compile(
-    r"<details type=\"reasoning\"[^>]*>\s*(?:<summary>[^<]*</summary>)?(.*?)</details>\s*",
-    re.DOTALL,
-)
+_THINKING = re.compile(r"<details type=\"reasoning\"[^>]{0,300}>")
+_THINKING_END = re.compile(r"</details>\s*")
+_SUMMARY = re.compile(r"\s*<summary>[^<]*</summary>")
 
 
 @dataclass(slots=True)
@@ -117,9 +116,7 @@ def _open_webui_message(node: JsonPart) -> StoredMessage | None:
     text = _text(node.get("content").value)
     thoughts: list[str] = []
     if node.get("role").value == "assistant":
-        for block in _THINKING.findall(text):
-            thoughts.append(re.sub(r"^(?:>|&gt;) ?", "", block.strip(), flags=re.MULTILINE))
-        text = _THINKING.sub("", text)
+        text, thoughts = _without_thinking(text)
     turn = _message(
         node.get("role"),
         text,
@@ -129,6 +126,29 @@ def _open_webui_message(node: JsonPart) -> StoredMessage | None:
     if turn is None or not thoughts:
         return turn
     return replace(turn, reasoning="\n\n".join(thoughts))
+
+
+def _without_thinking(text: str) -> tuple[str, list[str]]:
+    """The text without its blocks of thinking, and these. A block without an end is text."""
+    kept = []
+    thoughts = []
+    at = 0
+    while True:
+        opened = _THINKING.search(text, at)
+        if opened is None:
+            break
+        ended = _THINKING_END.search(text, opened.end())
+        if ended is None:
+            break
+        block = text[opened.end() : ended.start()]
+        summary = _SUMMARY.match(block)
+        if summary is not None:
+            block = block[summary.end() :]
+        thoughts.append(re.sub(r"^(?:>|&gt;) ?", "", block.strip(), flags=re.MULTILINE))
+        kept.append(text[at : opened.start()])
+        at = ended.end()
+    kept.append(text[at:])
+    return "".join(kept), thoughts
 
 
 def _message(role: JsonPart, text: str, model: object, created_s: object) -> StoredMessage | None:

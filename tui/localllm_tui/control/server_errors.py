@@ -14,6 +14,7 @@ from localllm_tui.control.terminal import one_line
 _TITLE = re.compile(r"<title[^>]*>([^<]{1,200})</title>", re.IGNORECASE)
 _PAGE = re.compile(r"\s*<(!doctype|html|\?xml)", re.IGNORECASE)
 _MOST_CHARS = 200
+_MOST_BYTES = 4000  # of a page, that are searched for its title
 # A server may ask a client to wait, in seconds, with these statuses.
 _BUSY = (429, 503)
 _NO_KEY = (401, 403)
@@ -41,7 +42,7 @@ def _error(status: int, body: bytes) -> LocalLLMError:
         said = _sentence(told.get(name))
         if said:
             return by_code("backend_error", f"{answered}: {said}")
-    text = body.decode("utf-8", "replace")
+    text = body[:_MOST_BYTES].decode("utf-8", "replace")
     if _PAGE.match(text):
         text = _title(status, text)
     text = text.strip()[:_MOST_CHARS]
