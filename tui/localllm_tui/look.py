@@ -42,10 +42,11 @@ class LookApp(App[T]):
     CommandPalette CommandList { border-bottom: none; }
     CommandPalette CommandList > .option-list--option { text-style: none; }
     CommandPalette > .command-palette--help-text { color: auto 70%; text-style: none; }
-    CommandPalette:ansi #--input { border: hkey ansi_bright_black; border-bottom: none; }
-    CommandPalette:ansi CommandList {
-        border-top: blank ansi_default; border-bottom: hkey ansi_bright_black;
+    CommandPalette:ansi #--input, CommandPalette:ansi #--input.--list-visible {
+        border: round ansi_bright_black;
     }
+    CommandPalette:ansi CommandList { border-top: blank ansi_default; border-bottom: none; }
+    CommandPalette:ansi > .command-palette--help-text { color: ansi_default; }
     CommandPalette:ansi SearchIcon { color: ansi_default; }
     """
         + NO_COLOR_CSS
