@@ -21,8 +21,8 @@ from localllm.limited_child import ChildError, ChildLimits, LimitedChild, Refuse
 MAX_PAGES = 100
 MAX_CHARS = 2_000_000
 MAX_PICTURES = 20
-# Small PDFs can unpack to any size. Scans in colour with 20 MB of data take 60 to 100 MiB, at 300 and
-# at 600 dpi.
+# Small PDFs can unpack to any size. Scans in colour with 20 MB of data take 60 to 100 MiB, at 300
+# and at 600 dpi.
 _LIMITS = ChildLimits(cpu_s=20.0, memory_bytes=192 * 2**20, spare_bytes=32 * 2**20)
 # The largest side of a page's picture in pixels. The text of a letter-size page is legible then.
 _PICTURE_SIDE = 1536

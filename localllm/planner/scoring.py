@@ -176,9 +176,9 @@ def points_lost(plan: Plan, need: Need) -> float:
 
 
 # Points lost by a tight plan, and by one split over two memories. A tight plan in memory that other
-# programs use too may not load, or slow all of them down. In a card's own memory it only has no room
-# for a context that grows, which an agent's does. A split plan fills memory that other programs use,
-# and its speed is the least certain.
+# programs use too may not load, or slow all of them down. In a card's own memory it only has no
+# room for a context that grows, which an agent's does. A split plan fills memory that other
+# programs use, and its speed is the least certain.
 _TIGHT_COST = 6.0
 _TIGHT_CARD_COST = 2.0
 _TIGHT_CARD_GROWS_COST = 4.0

@@ -36,8 +36,8 @@ class PlanningProcess(LocalModelService):
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self, request: PlanRequest) -> Future[None]:
-        """Start the child, and return at once. It prepares for `request`, and the errors of that are
-        the result's."""
+        """Start the child, and return at once. It prepares for `request`. The result has the errors
+        of that."""
         return ThreadPoolExecutor(1, "planning").submit(self.prepare, request)
 
     def prepare(self, request: PlanRequest) -> None:

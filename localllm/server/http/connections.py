@@ -43,8 +43,8 @@ _SHARES = 6
 # A named key may have this part of the known connections.
 _KEY_PART = 4
 _WANTED_DESCRIPTORS = 4096
-# A chunk takes 6 µs of the event loop, whatever its size. A body may have so many chunks, and one more
-# for each `_CHUNK_BYTES`.
+# A chunk takes 6 µs of the event loop, whatever its size. A body may have so many chunks, and one
+# more for each `_CHUNK_BYTES`.
 _MAX_CHUNKS = 4096
 _CHUNK_BYTES = 64
 

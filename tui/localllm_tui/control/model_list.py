@@ -317,8 +317,8 @@ class FirstRun:
     guessed: bool = False
 
     async def plan(self, plans: dict[PlanRequest, PlanList]) -> None:
-        """Plan the models that this machine could run, and add the plans to `plans`, unless they are
-        there."""
+        """Plan the models that this machine could run, and add the plans to `plans`, unless they
+        are there."""
         request = PlanRequest()
         found = plans.get(request, PlanList("", ()))
         if request not in plans:

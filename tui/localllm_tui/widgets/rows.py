@@ -87,7 +87,7 @@ SOURCE = "source"
 
 
 def with_tabs(text: Text, code: str) -> Text:
-    """`text`, which is `code` with its tabs as spaces, with the tabs as the source of the spaces."""
+    """Return `text`, which is `code` with spaces for tabs. Tabs are the source of the spaces."""
     at = 0
     for line in code.split("\n"):
         column = 0

@@ -43,8 +43,9 @@ from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import TranslatedRequest
 
-# Alternatives per token, and in a whole answer that reports more than a few. The largest vocabularies
-# have 262,208 tokens. A million alternatives took 230 MiB, and delayed other clients by seconds.
+# Alternatives per token, and in a whole answer that reports more than a few. The largest
+# vocabularies have 262,208 tokens. A million alternatives took 230 MiB, and delayed other clients
+# by seconds.
 _FEW = 20
 MOST_PROBABILITIES = 300_000
 # llama.cpp's default placeholder for an image.
