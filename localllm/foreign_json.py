@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localllm.errors import LocalLLMError
+from localllm.json_limits import TooDeepError, check_depth
 
 # A listing of a repository with 20,000 files has about 5 MiB and 140,000 values.
 MOST_BYTES = 8 << 20
@@ -51,15 +52,15 @@ def parse(
         raise MalformedError(f"it has more than {most_values} values")
     try:
         value = json.loads(text)
-    except RecursionError as e:
+        if brackets > MOST_DEPTH:
+            check_depth(value, MOST_DEPTH)
+    except (RecursionError, TooDeepError) as e:
         raise MalformedError(f"it nests deeper than {MOST_DEPTH} levels") from e
     except json.JSONDecodeError as e:
         reason = e.msg.removesuffix(" at")
         raise MalformedError(f"it is not JSON ({reason} at character {e.pos})") from e
     except ValueError as e:
         raise MalformedError("it has a number with too many digits") from e
-    if brackets > MOST_DEPTH:
-        _check_depth(value)
     return JsonPart(value)
 
 
@@ -211,14 +212,3 @@ def _cleaned(value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return JsonPart(value).number()
     return value
-
-
-def _check_depth(value: Any, levels: int = MOST_DEPTH) -> None:
-    if not isinstance(value, dict | list):
-        return
-    if not levels:
-        raise MalformedError(f"it nests deeper than {MOST_DEPTH} levels")
-    if isinstance(value, dict):
-        value = value.values()
-    for inner in value:
-        _check_depth(inner, levels - 1)
