@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from device import recordings
@@ -73,6 +75,24 @@ def test_the_installed_build_names_its_processor() -> None:
     assert ggml.read(ggml.to_json(build)) == build
 
 
+def broken_library(folder: Path, program: str) -> dict[str, str]:
+    """Return an environment with a libllama that runs the C code `program` when it is loaded."""
+    package = folder / "llama_cpp"
+    (package / "lib").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    shutil.copytree(include_folder(), folder / "include")
+    compile_library(
+        f"""
+        #include <stdlib.h>
+        #include <unistd.h>
+        __attribute__((constructor)) static void start(void) {{ {program} }}
+        """,
+        package / "lib" / "libllama.so",
+    )
+    search = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": search}
+
+
 @pytest.mark.parametrize(
     ("program", "told"),
     [
@@ -85,27 +105,29 @@ def test_the_installed_build_names_its_processor() -> None:
 def test_a_build_that_crashes_its_process_causes_one_message(
     tmp_path: Path, program: str, told: str
 ) -> None:
-    package = tmp_path / "llama_cpp"
-    (package / "lib").mkdir(parents=True)
-    (package / "__init__.py").touch()
-    shutil.copytree(include_folder(), tmp_path / "include")
-    compile_library(
-        f"""
-        #include <stdlib.h>
-        #include <unistd.h>
-        __attribute__((constructor)) static void start(void) {{ {program} }}
-        """,
-        package / "lib" / "libllama.so",
-    )
-    search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     build = ask_build(
-        {**os.environ, "PYTHONPATH": search},
+        broken_library(tmp_path, program),
         timeout_s=2.0 if told == "did not end in time" else 60.0,
     )
     assert told in build.failure
     (found,) = ggml.differences(identify(recordings.load("cpu_only_vm")), build)
     assert found.level == "error"
     assert told in found.message
+
+
+def test_a_process_that_outlives_a_hanging_program_is_not_waited_for(tmp_path: Path) -> None:
+    """It holds the output of the program open."""
+    environment = broken_library(tmp_path, "fork() ? pause() : (int)sleep(60);")
+    assert "did not end in time" in ask_build(environment, timeout_s=2.0).failure
+    left = [p for p in psutil.process_iter() if str(tmp_path) in environment_of(p)]
+    assert len(left) == 1
+    left[0].kill()
+
+
+def environment_of(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return process.environ().get("PYTHONPATH", "")
+    return ""
 
 
 def test_messages_of_a_backend_on_standard_error_are_parsed_too(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,13 +41,14 @@ def ask(
 ) -> ProgramAnswers:
     """Run the module `program` with this environment (None: this process's) and return its output.
 
-    `on_answer` is called with each answer when it arrives. Never raises.
+    `on_answer` is called with each answer when it arrives, in a thread. Never raises.
     """
     # Its import takes milliseconds, and most commands run no program.
     import tempfile
 
     answers: list[dict[str, Any]] = []
-    late = threading.Event()
+    until_s = time.monotonic() + timeout_s
+    late = False
     with tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
@@ -58,24 +60,20 @@ def ask(
             )
         except OSError as e:
             return ProgramAnswers(failure=f"its process could not be started: {e}")
-        assert process.stdout is not None
-        limit = threading.Timer(timeout_s, _kill, [process, late])
-        limit.start()
+        # A process that the program started may hold the output open after the program's end.
+        reader = threading.Thread(target=_read, args=[process, answers, on_answer], daemon=True)
+        reader.start()
         try:
-            for line in process.stdout:
-                for answer in _answers(line):
-                    answers.append(answer)
-                    if on_answer is not None:
-                        on_answer(answer)
-            process.wait()
+            reader.join(timeout_s)
+            process.wait(max(0.0, until_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late = True
         finally:
-            limit.cancel()
             process.kill()
-            process.stdout.close()
             process.wait()
         errors.seek(0)
         printed = errors.read().decode("utf-8", "replace")
-    if late.is_set():
+    if late:
         return ProgramAnswers(tuple(answers), failure=f"it did not end in time ({timeout_s:.0f} s)")
     stderr_lines = tuple(line.strip() for line in printed.splitlines() if line.strip())
     failure = "" if answers else "its answer can't be read"
@@ -88,9 +86,19 @@ def ask(
     return ProgramAnswers(tuple(answers), stderr_lines, failure)
 
 
-def _kill(process: subprocess.Popen[bytes], late: threading.Event) -> None:
-    late.set()
-    process.kill()
+def _read(
+    process: subprocess.Popen[bytes],
+    answers: list[dict[str, Any]],
+    on_answer: Callable[[dict[str, Any]], None] | None,
+) -> None:
+    """Add each answer of the process to `answers` when it arrives."""
+    assert process.stdout is not None
+    with process.stdout as output:
+        for line in output:
+            for answer in _answers(line):
+                answers.append(answer)
+                if on_answer is not None:
+                    on_answer(answer)
 
 
 def _answers(line: bytes) -> list[dict[str, Any]]:
