@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from textual import events
 
 from localllm.conversation.history import History
 from localllm_tui.control.answering import PendingAnswer
@@ -275,3 +276,16 @@ def test_turn_keys_without_turns_have_no_effect(drive: Any) -> None:
         assert not d.app.page.transcript.query(AnswerView)
 
     drive(play)
+
+
+def test_a_paste_while_a_turn_is_selected_goes_to_the_input(
+    drive: Any, server: ScriptedServer, conversation: str
+) -> None:
+    async def play(d: Driver) -> None:
+        await d.press("f2", "up")
+        await d.until(lambda: _selected(d) != "")
+        d.app.post_message(events.Paste("and then?"))
+        await d.until(lambda: d.app.page.composer.text == "and then?")
+        assert _selected(d) == ""
+
+    drive(play, resume=conversation)

@@ -142,6 +142,12 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         if event.is_printable and event.character and self.focused in (None, self.composer):
             self.composer.insert(event.character)
 
+    def on_paste(self, event: events.Paste) -> None:
+        """Give a paste at a selected turn to the input, where keys of turns do not apply to it."""
+        if self.transcript.selected is not None:
+            self.transcript.select(None)
+            self.composer.post_message(events.Paste(event.text))
+
     def on_text_area_changed(self, event: TextArea.Changed) -> None:
         if event.text_area is not self.composer:
             return
