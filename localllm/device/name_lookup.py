@@ -86,7 +86,7 @@ def _resolved(name: str, memory_gb: float | None, bandwidth_gbps: float | None) 
         if part.count > 1 and one.kind != "discrete":
             raise UsageError(
                 f"{one.name} is a complete machine, but this command plans for a single one",
-                hint=f'for several connected machines: localllm recommend -m MODEL --device "{name}"',
+                hint=f'for connected machines: localllm recommend --device "{name}" --link 10gbe',
             )
         devices += [one] * part.count
     findings = _unused(name, used, computer)

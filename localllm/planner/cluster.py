@@ -108,6 +108,11 @@ class ClusterPlan:
     alone: Device | None
 
     @property
+    def needs_bytes(self) -> int:
+        """The bytes on all machines."""
+        return sum(share.needs_bytes for share in self.shares)
+
+    @property
     def advice(self) -> str:
         """Advice to the user, in a sentence or two."""
         if self.alone is not None:

@@ -170,9 +170,23 @@ def prompt_lost(plan: Plan, need: Need) -> float:
 def points_lost(plan: Plan, need: Need) -> float:
     """Return the points lost by waiting for the prompt and for the thinking, each compared with a
     good wait."""
-    share = thinking_tokens(plan.model, need) / plan.stream_tok_s / need.thinking_good_s
+    return prompt_lost(plan, need) + thinking_lost(plan.model, plan.stream_tok_s, need)
+
+
+def thinking_lost(model: Model, tok_s: float, need: Need) -> float:
+    """Return the points lost by waiting for the thinking at `tok_s`, compared with a good wait."""
+    share = thinking_tokens(model, need) / tok_s / need.thinking_good_s
     doubled = math.log2(max(1.0, share)) + math.log2(max(1.0, share / _LONG_THOUGHTS))
-    return prompt_lost(plan, need) + _THOUGHTS_DOUBLED * doubled
+    return _THOUGHTS_DOUBLED * doubled
+
+
+def speed_points(tok_s: float, need: Need) -> float:
+    """Return the points gained by decoding at `tok_s`, compared with the good speed; negative if it
+    is slower."""
+    doublings = math.log2(tok_s / need.good_tok_s)
+    if doublings < 0:
+        return _SLOW_COST * doublings
+    return min(_MAX_FAST_GAIN, _FAST_GAIN * doublings)
 
 
 # Points lost by a tight plan, and by one split over two memories. A tight plan in memory that other
@@ -218,11 +232,7 @@ def score(plan: Plan, need: Need) -> float:
     rate = plan.decode_tok_s.value
     if plan.drafting is not None:
         rate *= plan.drafting.value
-    doublings = math.log2(rate / need.good_tok_s)
-    if doublings < 0:
-        points += _SLOW_COST * doublings
-    else:
-        points += min(_MAX_FAST_GAIN, _FAST_GAIN * doublings)
+    points += speed_points(rate, need)
     points -= points_lost(plan, need)
     if plan.fits == "tight":
         points -= _tight_cost(plan, need)

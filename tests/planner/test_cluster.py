@@ -104,10 +104,46 @@ def test_the_command_prints_the_division_and_refuses_incomplete_questions() -> N
         ["--link", "string", *asked[1:5]],
         ["--link", "10gbe"],
         ["--link", "10gbe", "--device", "dgx spark", *asked[3:5]],
+        [*asked[1:5], "--memory", "64"],
+        [*asked[1:3], "--sees"],
     ):
         assert isinstance(runner.invoke(app, ["recommend", *wrong]).exception, UsageError)
     with pytest.raises(UsageError):
         machines("99x dgx spark")
+
+
+def test_joined_machines_without_a_model_list_what_they_hold_only_together() -> None:
+    runner = CliRunner()
+    asked = ["recommend", "--device", "2x dgx spark"]
+    found = json.loads(runner.invoke(app, [*asked, "--json"]).stdout)
+    assert found["link"] == "ConnectX-7, 200 Gbit/s"
+    rows = found["models"]
+    assert len(rows) >= 5
+    one = resolve("dgx spark")
+    for row in rows:
+        known = model(row["model"])
+        best = variant(known, row["quant"])
+        assert best.file_bytes < row["needs_bytes"] <= sum(found["usable_bytes"])
+        assert row["gained_points"] >= 1
+        alone = cluster.divide(known, best, RunSettings(n_ctx=row["n_ctx"]), [one])
+        assert alone is None, f"{row['model']} needs both machines"
+        if row["quant_alone"] is not None:
+            held = variant(known, row["quant_alone"])
+            assert held.file_bytes < best.file_bytes
+    said = runner.invoke(app, asked, env={"COLUMNS": "120"})
+    assert said.exit_code == 0, said.output
+    for row in rows[:8]:
+        assert model(row["model"]).name in said.output
+    assert model(found["alone"]["model"]).name in said.output
+
+
+def test_joining_machines_that_hold_every_model_alone_gains_none() -> None:
+    said = CliRunner().invoke(
+        app, ["recommend", "--device", "2x m3 ultra 512gb", "--for", "autocomplete"]
+    )
+    assert said.exit_code == 0, said.output
+    assert "none of the catalog" in said.output
+    assert "One of them alone runs" in said.output
 
 
 def test_connected_machines_are_joined_by_their_fastest_port() -> None:

@@ -4,6 +4,7 @@ arithmetic."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _PURPOSES = ("chat", "coding", "agents", "autocomplete", "long")
 # Settings for the placement of a model's layers.
 _PLACING = ("gpu_layers", "cpu_moe", "split")
+# "2x dgx spark", "m3 ultra 512 + rtx 5090", and also "Ryzen AI Max+ 395".
+_MAY_NAME_SEVERAL = re.compile(r"\s*\d+\s*[x×*]|.*\+", re.IGNORECASE)
 
 
 # One parameter for each option: Typer reads them from the signature.
@@ -168,8 +171,8 @@ def recommend(
         typer.Option(
             "--link",
             metavar="LINK",
-            help="Machines joined by 1gbe, 2.5gbe, 10gbe, thunderbolt5 or connectx7 (with -m; "
-            "default: their fastest port).",
+            help="Machines joined by 1gbe, 2.5gbe, 10gbe, thunderbolt5 or connectx7 (default: "
+            "their fastest port).",
         ),
     ] = None,
     decoding: Annotated[
@@ -198,8 +201,13 @@ def recommend(
     from localllm.planner.types import Workload
 
     workload = Workload(_purpose(purpose), context, parallel=parallel, min_decode_tok_s=min_speed)
-    if _over_machines(
-        Joined(device, decoding, link), model, workload, explains=explain, as_json=as_json
+    one_machine_only = _given(
+        sees=sees, hears=hears, at=at, fits=fits, budget=budget, compare=compare, plot=plot,
+        memory=memory, bandwidth=bandwidth, ram=ram, vram_headroom=vram_headroom,
+        headroom=headroom,
+    )  # fmt: skip
+    if Joined(device, decoding, link, one_machine_only).answer(
+        model, workload, explains=explain, everything=everything, as_json=as_json
     ):
         return
     no_network = bool(settings.value("offline"))
@@ -252,42 +260,69 @@ def _described(reference: str, catalog: Catalog, *, offline: bool) -> tuple[Mode
     return describe(reference, catalog, offline=offline)
 
 
+def _given(**options: object) -> list[str]:
+    """Return the options that were given, as typed."""
+    return [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+
+
 class Joined(NamedTuple):
-    """The machines of --device and --with, and the --link between them."""
+    """The machines of --device and --with, and the --link between them. `unused` are the given
+    options that apply to one machine only."""
 
     device: str | None
     decoding: str | None
     link: str | None
+    unused: list[str]
 
+    def _usual_link(self) -> str | None:
+        if self.device is None or not _MAY_NAME_SEVERAL.match(self.device):
+            return None
+        # This imports the planner, which would delay the screen.
+        from localllm.cli.recommend.cluster import usual_link
 
-def _over_machines(
-    joined: Joined, model: str | None, workload: Workload, *, explains: bool, as_json: bool
-) -> bool:
-    """Answer for several connected machines, and return whether the question is about such.
+        return usual_link(self.device)
 
-    It is if --with or --link is given, or if the device names them ("2x dgx spark") and a model is
-    given.
-    """
-    device, decoding, link = joined
-    if decoding is not None:
-        from localllm.cli.recommend import page, phases
+    def answer(
+        self,
+        model: str | None,
+        workload: Workload,
+        *,
+        explains: bool,
+        everything: bool,
+        as_json: bool,
+    ) -> bool:
+        """Print the answer for several connected machines, and return whether there are several.
 
-        lines = phases.answer(
-            device, decoding, link, model, workload, explains=explains, as_json=as_json
-        )
+        There are if --with or --link is given, or if the device names several ("2x dgx spark").
+        Raises UsageError.
+        """
+        link = self.link or self._usual_link()
+        if self.decoding is None and link is None:
+            return False
+        from localllm.cli.recommend import cluster, page, phases
+
+        if self.unused:
+            raise UsageError(
+                f"{self.unused[0]} is for one machine, but several are given",
+                hint="leave it out, or name one machine with --device",
+                param=self.unused[0],
+            )
+        if self.decoding is not None:
+            lines = phases.answer(
+                self.device,
+                self.decoding,
+                self.link,
+                model,
+                workload,
+                explains=explains,
+                as_json=as_json,
+            )
+        else:
+            lines = cluster.answer(
+                self.device, link or "", model, workload, everything=everything, as_json=as_json
+            )
         page.out(lines)
         return True
-    asks_for_machines = device is not None and model is not None
-    if link is None and not asks_for_machines:
-        return False
-    from localllm.cli.recommend import cluster, page
-
-    if link is None and device is not None:
-        link = cluster.usual_link(device)
-    if link is None:
-        return False
-    page.out(cluster.answer(device, link, model, workload, as_json=as_json))
-    return True
 
 
 def _open_screen(

@@ -1,4 +1,5 @@
-"""Several machines joined by a link: plan one model over them, as text or JSON."""
+"""Several machines joined by a link: plan one model over them, or list the models that need them
+all, as text or JSON."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from localllm.cli.recommend import joined_view
+from localllm.cli.recommend.joined_view import JoinedAnswer
 from localllm.device.name_lookup import resolve
 from localllm.device.types import Device, DeviceNotFoundError
 from localllm.errors import UsageError
 from localllm.library.catalog import load_catalog
 from localllm.library.describe import describe
-from localllm.planner import cluster
+from localllm.planner import cluster, joined_models
 from localllm.planner.cluster import ClusterPlan, Link, SharedPlan
 from localllm.planner.starting_settings import context_for
 from localllm.planner.types import RunSettings, Workload
@@ -72,13 +75,31 @@ def usual_link(device: str) -> str | None:
 
 
 def answer(
-    device: str | None, link: str, reference: str | None, workload: Workload, *, as_json: bool
+    device: str | None,
+    link: str,
+    reference: str | None,
+    workload: Workload,
+    *,
+    everything: bool,
+    as_json: bool,
 ) -> list[str]:
-    """Return the lines of the answer. Raises UsageError if the question is incomplete."""
-    boxes, reference = _joined(device, link, reference)
+    """Return the lines of the answer: for one model, or for the models that only these machines
+    together hold (the best, or `everything`).
+
+    Raises UsageError if the question is incomplete.
+    """
+    link_speed = link_named(link)
+    text, boxes = _joined(device)
+    if reference is None:
+        models = load_catalog().models
+        picks = joined_models.models_for(boxes, models, workload, link_speed)
+        alone = joined_models.best_alone(boxes, models, workload)
+        found = JoinedAnswer(text, boxes, link_speed, picks, alone)
+        if as_json:
+            return joined_view.as_json(found)
+        return joined_view.lines(found, everything=everything)
     model, quant = describe(reference, load_catalog())
     settings = RunSettings(n_ctx=context_for(model, workload), slots=workload.parallel)
-    link_speed = cluster.LINKS[link]
     layers: list[tuple[str, ClusterPlan | None]] = []
     shared: list[tuple[str, SharedPlan | None]] = []
     for variant in model.variants:
@@ -143,13 +164,12 @@ def link_named(name: str) -> Link:
     return cluster.LINKS[name]
 
 
-def _joined(device: str | None, link: str, reference: str | None) -> tuple[list[Device], str]:
-    """Return the joined machines and the model."""
-    link_named(link)
-    if device is None or reference is None:
+def _joined(device: str | None) -> tuple[str, list[Device]]:
+    """Return the text of --device, and the machines that it names. Raises UsageError."""
+    if device is None:
         raise UsageError(
-            "--link needs -m and --device: it plans one model on several machines",
-            hint='--device "2x dgx spark" -m MODEL --link connectx7',
+            "--link needs --device: it plans models on several machines",
+            hint='--device "2x dgx spark" --link connectx7',
         )
     boxes = machines(device)
     if len(boxes) < 2:
@@ -157,7 +177,7 @@ def _joined(device: str | None, link: str, reference: str | None) -> tuple[list[
             "--link needs two machines or more",
             hint='for example --device "m3 ultra 512 + rtx 5090"',
         )
-    return boxes, reference
+    return device, boxes
 
 
 def _lines(quant: str, plan: ClusterPlan) -> list[str]:
