@@ -34,6 +34,10 @@ class BackendType(ABC):
     def read_code(self) -> None:  # noqa: B027 - optional
         """Import the modules that every load needs, before the model is known."""
 
+    def prepare(self) -> None:  # noqa: B027 - optional
+        """Initialise the libraries that a load needs, before its settings are known. Raises
+        BackendFailure."""
+
     @abstractmethod
     def accepts(self, path: str) -> bool:
         """Return True if `path` is a Variant in this backend's format."""

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from localllm.engine.messages import Event, Failure, Finish, Request, Sampling, Text
@@ -21,7 +20,6 @@ from localllm.engine.worker.client import (
     WorkerClient,
     WorkerOptions,
 )
-from localllm.engine.worker.pipe import end_ahead, ordered_ahead, start_ahead
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import (
     BackendError,
@@ -30,7 +28,6 @@ from localllm.errors import (
     ModelNotFoundError,
     WorkerDiedError,
 )
-from localllm.paths import worker_log
 from localllm_backends.contract import LoadSpec
 from models.tiny_bert import write_bert
 from support.requests import events_of, request_for
@@ -242,63 +239,6 @@ def test_tokens_and_text_round_trip(few_layers: Path) -> None:
         assert await engine.detokenize(tokens) == "Grüße, 世界!"
 
     with_model(few_layers, use)
-
-
-def test_a_worker_started_in_advance_loads_the_model(few_layers: Path) -> None:
-    """A worker's interpreter and imports take as long as planning, so they are started before
-    it."""
-
-    def children() -> set[int]:
-        return {child.pid for child in psutil.Process().children()}
-
-    async def main() -> None:
-        before = children()
-        await start_ahead()
-        [ahead] = children() - before
-        options = WorkerOptions(LoadSpec(str(few_layers), n_ctx=256), log_path=worker_log())
-        first, second = await options.start(), await options.start()
-        assert first.pid == ahead
-        assert second.pid != ahead
-        await asyncio.gather(first.close(), second.close())
-        assert children() == before
-
-    asyncio.run(main())
-
-
-def test_the_rest_of_a_start_waits_until_the_worker_has_its_model(few_layers: Path) -> None:
-    """It waits neither for the end of the load nor for a worker that was ended."""
-
-    async def main() -> None:
-        await start_ahead()
-        ordered = asyncio.create_task(ordered_ahead())
-        options = WorkerOptions(LoadSpec(str(few_layers), n_ctx=256), log_path=worker_log())
-        starting = asyncio.create_task(options.start())
-        await ordered
-        assert not starting.done()
-        await (await starting).close()
-
-        await start_ahead()
-        ordered = asyncio.create_task(ordered_ahead())
-        await asyncio.sleep(0)
-        assert not ordered.done()
-        await end_ahead()
-        await ordered
-
-    asyncio.run(main())
-
-
-def test_an_unused_worker_started_in_advance_can_be_ended(few_layers: Path) -> None:
-    async def main() -> None:
-        before = {child.pid for child in psutil.Process().children()}
-        await start_ahead()
-        [ahead] = [c for c in psutil.Process().children() if c.pid not in before]
-        await end_ahead()
-        assert not ahead.is_running()
-        engine = await WorkerOptions(LoadSpec(str(few_layers), n_ctx=256)).start()
-        assert engine.pid != ahead.pid
-        await engine.close()
-
-    asyncio.run(main())
 
 
 def test_closing_frees_the_memory(few_layers: Path) -> None:

@@ -56,6 +56,11 @@ class LlamaCppType(BackendType):
         with suppress(UnusableEngineError):
             native_libraries()
 
+    def prepare(self) -> None:
+        from localllm_backends.llamacpp.native import start_native
+
+        start_native()
+
     def accepts(self, path: str) -> bool:
         """Return True for a file with GGUF's magic, or with the suffix .gguf.
 

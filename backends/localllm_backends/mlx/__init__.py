@@ -129,6 +129,9 @@ class MlxType(BackendType):
             raise BackendFailure(reason)
         return image_buffer_bytes(config)
 
+    def prepare(self) -> None:
+        import localllm_backends.mlx.load  # noqa: F401
+
     def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
         from localllm_backends.mlx.load import load
         from localllm_backends.mlx.tensor_parallel import load_tensor_parallel

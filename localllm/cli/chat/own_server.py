@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from localllm.cli.serve.presets import Preset, load_presets, preset_and_model
 from localllm.cli.serve.run import application, until_ordered
-from localllm.engine.worker.pipe import end_ahead, start_ahead
+from localllm.engine.worker.pipe import end_ahead, prepare_ahead, start_ahead
 from localllm.errors import LocalLLMError, UsageError
 from localllm.library.resolve import resolve
 from localllm.plain_output import TerminalLine
@@ -149,6 +149,7 @@ class OwnEngine:
         """Make the router. Planning takes as long as importing the engine, so a worker starts
         meanwhile."""
         await start_ahead()
+        prepare_ahead(self._local.path, self._settings.value("backend"))
         try:
             return await asyncio.to_thread(self._router)
         except BaseException:

@@ -20,6 +20,7 @@ from localllm.device.types import Device
 from localllm.engine.messages import Sampling
 from localllm.engine.worker import backends
 from localllm.engine.worker.client import Host, WorkerOptions
+from localllm.engine.worker.pipe import prepare_ahead
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
 from localllm.library.digests import model_digest
@@ -83,7 +84,10 @@ class ServedModels:
             preset, text = preset_and_model(self._all_presets, typed)
             presets.append(preset)
             texts.append(text)
-            own.append(self.settings_for(resolve(text), preset))
+            local = resolve(text)
+            chosen = self.settings_for(local, preset)
+            own.append(chosen)
+            prepare_ahead(local.path, chosen.value("backend"))
         return load_plans_together(texts, self._settings, own), presets
 
     def settings_for(self, local: LocalModel, preset: Preset | None) -> Settings:

@@ -62,8 +62,9 @@ class Pulse:
 class ChildPipe:
     """The worker's end. One thread reads `source`; any thread may write to `sink`.
 
-    in   the first line has the load options. Then messages follow, and those with a number "n" are
-         questions. The end of the input tells the worker to close.
+    in   {"prepare": path} if the model is known before its load options; the load options. Then
+         messages follow, and those with a number "n" are questions. The end of the input tells the
+         worker to close.
     out  {"loading": 0.4} … {"ready": …} | {"fatal": {…}}; then {"re": n, "value": …} or
          {"re": n, "error": {…}} for each question, and any other messages. A message with "raw"
          is followed by that many bytes
@@ -90,17 +91,27 @@ class ChildPipe:
         os.dup2(2, 1)
         return pipe
 
-    def load(self, load: Callable[[Message], Loaded]) -> Loaded:
-        """Return the result of `load` for the first line.
+    def load(
+        self,
+        load: Callable[[Message], Loaded],
+        prepare: Callable[[Message], None] | None = None,
+    ) -> Loaded:
+        """Return the result of `load` for the load options. `prepare` gets the messages before
+        them.
 
-        If it raises a LocalLLMError or a BackendFailure, the error is sent to the parent and the
-        process exits.
+        If `load` raises a LocalLLMError or a BackendFailure, the error is sent to the parent and
+        the process exits.
         """
-        line = self._source.readline()
-        if not line:
-            sys.exit(0)
+        message: Message = {"prepare": ""}
+        while "prepare" in message:
+            line = self._source.readline()
+            if not line:
+                sys.exit(0)
+            message = json.loads(line)
+            if "prepare" in message and prepare is not None:
+                prepare(message)
         try:
-            return load(json.loads(line))
+            return load(message)
         except (LocalLLMError, BackendFailure) as e:
             error = _as_error(e, _AT_LOADING.get(type(e), ModelFileError))
             self.send({"fatal": _error_json(error)})

@@ -393,6 +393,13 @@ async def start_ahead() -> None:
     _ahead[log] = await spawn(_WRITES_TEXT, log)
 
 
+def prepare_ahead(path: Path, backend: str) -> None:
+    """Let the workers that were started in advance initialise `backend` for the model at `path`,
+    while its load options are planned. To be called in the thread of their event loop."""
+    for process in _ahead.values():
+        process.send({"prepare": str(path), "backend": backend})
+
+
 async def ordered_ahead() -> None:
     """Wait until the workers that were started in advance have their models."""
     for process in [*_ahead.values()]:

@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,7 @@ from localllm.engine.transfer.shared_prefix import tokenised
 from localllm.engine.worker import backends
 from localllm.engine.worker.child_pipe import ChildPipe, Message, Pulse, reason
 from localllm.engine.worker.kv_outlet import KvOutlet
-from localllm.errors import ContextLengthError, UnsupportedError
+from localllm.errors import ContextLengthError, LocalLLMError, UnsupportedError
 from localllm_backends.contract import Backend, BackendFailure, LoadSpec, Placement
 from localllm_backends.registry import read_code
 from localllm_backends.token_estimate import estimated_tokens
@@ -77,7 +78,7 @@ class Worker:
         self._media_reader: MediaReader | None = None
 
     def run(self) -> None:
-        engine = self._pipe.load(self._load)
+        engine = self._pipe.load(self._load, _prepare)
         self._pipe.send(
             {
                 "ready": asdict(engine.backend.info),
@@ -343,6 +344,15 @@ def _check_length(backend: Backend, text: str | list[int], most: int) -> None:
     if n_tokens is not None:
         said = f"the text has about {n_tokens} tokens, but the limit is {most}"
         raise ContextLengthError(said, counts=(n_tokens, most))
+
+
+def _prepare(message: Message) -> None:
+    """Initialise the backend of a model whose load options are still being planned.
+
+    Its errors are reported by the load, which meets them again.
+    """
+    with suppress(LocalLLMError, BackendFailure):
+        backends.for_path(message["prepare"], message.get("backend", "auto")).prepare()
 
 
 if __name__ == "__main__":
