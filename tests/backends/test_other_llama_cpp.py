@@ -21,7 +21,11 @@ from localllm.device.health import HealthFacts, judge
 from localllm.device.machines import identify
 from localllm_backends.llamacpp.binding.c_headers import read_headers
 from localllm_backends.llamacpp.binding.descriptions import WantedNames
-from localllm_backends.llamacpp.binding.engine_files import HEADER_PREFIXES, headers_for
+from localllm_backends.llamacpp.binding.engine_files import (
+    HEADER_PREFIXES,
+    headers_for,
+    library_folder,
+)
 from localllm_backends.llamacpp.binding.requirements import wanted
 from models import tiny_gguf
 from support.native_library import compile_library, include_folder
@@ -232,6 +236,20 @@ def test_a_library_that_cannot_be_loaded_gives_the_loaders_own_words(tmp_path: P
     assert "file too short" in done.stderr
     assert "unset LLAMA_CPP_LIB_PATH" in done.stderr
     assert "may be damaged" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="its libraries name the folder of their own")
+def test_libraries_that_do_not_search_their_own_folder_are_loaded_from_it(tmp_path: Path) -> None:
+    installed = library_folder()
+    assert installed is not None
+    lib = tmp_path / "lib"
+    shutil.copytree(installed, lib, symlinks=True)
+    shutil.copytree(include_folder(), tmp_path / "include")
+    for file in lib.glob("*.so*"):
+        if not file.is_symlink():
+            file.write_bytes(file.read_bytes().replace(b"$ORIGIN", b"/absent"))
+    done = chat(lib, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def chat(lib: Path, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -202,9 +202,12 @@ def open_library() -> Library:
     return Library(folder, file, headers, described)
 
 
-def load_shared(file: Path) -> Any:
-    """Load a shared library. Raises UnusableEngineError with the loader's own words."""
-    mode = ctypes.DEFAULT_MODE
+def load_shared(file: Path, loaded: tuple[Path, ...] = ()) -> Any:
+    """Load a shared library. Raises UnusableEngineError with the loader's own words.
+
+    If it needs another one that the loader does not find but that is in the same folder, that one
+    is loaded first, for example if a Debian package was unpacked there. `loaded` are those so far.
+    """
     if sys.platform == "win32":
         folders = [file.parent]
         for variable in ("CUDA_PATH", "HIP_PATH"):
@@ -218,8 +221,13 @@ def load_shared(file: Path) -> Any:
         if sys.platform == "win32":
             # Search the folders of PATH too, where a toolkit may be.
             return ctypes.CDLL(str(file), winmode=0)
-        return ctypes.CDLL(str(file), mode)
+        return ctypes.CDLL(str(file))
     except OSError as e:
+        # "libggml.so.0: cannot open shared object file: …"
+        needed = file.parent / str(e).partition(":")[0]
+        if needed != file and needed.is_file() and needed not in loaded:
+            load_shared(needed, (*loaded, needed))
+            return load_shared(file, (*loaded, needed))
         raise UnusableEngineError(
             f"llama.cpp's library {file} can't be loaded: {e}", _what_to_do()
         ) from e
