@@ -168,8 +168,11 @@ def _rank(plan: Plan) -> tuple[bool, float]:
 
 def _is_reliable(plan: Plan) -> bool:
     """Return whether the model has a rating, and its files are listed and lose little to their
-    format. A plan with negative points is never sure."""
+    format. A model with negative points is never sure, and neither is a tight plan with negative
+    points."""
     if plan.quality < 0 or not plan.is_rated or plan.variant.is_estimate:
+        return False
+    if plan.fits == "tight" and plan.score < 0:
         return False
     return _is_sound(plan.model, plan.variant)
 

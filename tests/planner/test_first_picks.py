@@ -72,6 +72,14 @@ def test_a_split_plan_that_fills_system_memory_ranks_below_one_with_room() -> No
         assert scoring.score(full, need) == pytest.approx(scoring.score(pick, need) - 6)
 
 
+def test_a_tight_plan_without_points_left_does_not_come_before_one_with_room() -> None:
+    """A 4B in 5.5 GB had -2 points because of its waits, and came before a 2B with 3.5."""
+    device = resolve("Jetson Orin Nano 2", memory_gb=5.94)
+    plans = recommend(device, CATALOG.models, Workload("long")).plans
+    assert plans[0].fits == "yes"
+    assert any(plan.fits == "tight" and plan.is_rated and plan.score < 0 for plan in plans)
+
+
 @pytest.mark.parametrize(
     ("machine", "purpose"),
     [
