@@ -220,7 +220,10 @@ _FEW_LANES = re.compile(r"rtx 20\d\d|quadro rtx|titan v|v100|\bt4\b|gtx 16|p100|
 # Q4_K_M, or 1.9 TFLOP/s. That is from llama-bench in model cards of
 # https://huggingface.co/bartowski. By this formula it is 0.054 a core. Desktop cores are half as
 # fast again as those of that server. The AVX2 value is between the two.
-_CORE_TFLOPS = {"AVX-512": 0.12, "AVX2": 0.07}
+# ARM: 8 cores of an M4 Max run prefill of an 8B in Q4_K_M at 106 tokens/s (llama.cpp's pull request
+# 18888), or 0.27 a core at 4.5 GHz. Snapdragon's cores have as many units at 3.4 to 4 GHz. Four
+# Cortex-A76 (no i8mm) run a 0.7B in Q6_K at 106 tokens/s (pull request 19360).
+_CORE_TFLOPS = {"AVX-512": 0.12, "AVX2": 0.07, "NEON i8mm": 0.2, "NEON": 0.04}
 _CORES_POWER = 0.85
 # A CPU's nominal rate is its measured rate for this type of weights, if that was timed.
 CPU_YARDSTICK = "Q4_K"
