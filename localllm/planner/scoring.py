@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from localllm.formatting import span
-from localllm.planner.types import Plan, Workload
+from localllm.planner.types import MemoryNeed, Plan, Workload
 from localllm_catalog.types import Model, Purpose
 
 
@@ -197,6 +197,9 @@ _TIGHT_COST = 6.0
 _TIGHT_CARD_COST = 2.0
 _TIGHT_CARD_GROWS_COST = 4.0
 SPLIT_COST = 4.0
+# Bytes of system memory that other programs are assumed to need, in addition to those of an idle
+# system. A split plan loses a point for each GB that is missing.
+_OTHERS_BYTES = 6_000_000_000
 # Points lost for each card after the first, since another model could use it. Also lost if some of
 # several cards are nearly full.
 _CARD_COST = 0.25
@@ -223,9 +226,9 @@ def score(plan: Plan, need: Need) -> float:
     Speed is that of the purpose's answers, with the plan's own drafting. `points_lost` counts the
     wait for the answer, including thinking. A plan that fits tightly loses 6 points. In a card's
     own memory it loses 2, or 4 if the purpose's context grows, or a quarter if it leaves a card
-    free. A plan split over two memories loses 4, in addition to its lower speed. It loses 6 more if
-    it leaves other programs nearly no system memory. Each card after the first costs a quarter.
-    Files that are not listed lose 3 % of the result.
+    free. A plan split over two memories loses 4, in addition to its lower speed. It loses one
+    more for each GB of system memory that other programs then lack. Each card after the first costs
+    a quarter. Files that are not listed lose 3 % of the result.
     """
     points = plan.quality
     points -= _UNCERTAINTY_COST * max(0.0, plan.quality_spread - _KNOWN_SPREAD)
@@ -237,7 +240,7 @@ def score(plan: Plan, need: Need) -> float:
     if plan.fits == "tight":
         points -= _tight_cost(plan, need)
     if plan.fits == "split":
-        points -= SPLIT_COST + _TIGHT_COST * plan.memory.fills_host
+        points -= SPLIT_COST + _crowding_cost(plan.memory)
     points -= _CARD_COST * max(0, len(plan.memory.cards_bytes) - 1)
     if plan.variant.is_estimate:
         points -= _ESTIMATE_COST * abs(points)
@@ -250,6 +253,13 @@ def _tight_cost(plan: Plan, need: Need) -> float:
     if plan.memory.host_bytes:
         return _TIGHT_CARD_GROWS_COST if need.grown_context else _TIGHT_CARD_COST
     return _TIGHT_COST
+
+
+def _crowding_cost(need: MemoryNeed) -> float:
+    if not need.host_limit_bytes:
+        return 0.0
+    left_bytes = need.host_limit_bytes - need.host_bytes
+    return max(0, _OTHERS_BYTES - left_bytes) / 1e9
 
 
 def context_can_grow(plan: Plan, need: Need) -> bool:

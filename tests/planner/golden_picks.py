@@ -1,4 +1,4 @@
-"""The first pick on 41 machines for four purposes, each reviewed: `golden_picks.txt`.
+"""The first pick on 42 machines for four purposes, each reviewed: `golden_picks.txt`.
 
 `python tests/planner/golden_picks.py` rewrites the file. A changed pick loses its reason and must
 be reviewed again.
