@@ -19,7 +19,7 @@ from pathlib import Path
 from localllm import json_store, paths
 from localllm.device import cards, ggml, parts_table, usable
 from localllm.device.accelerators import HIDING_VARIABLES, compiled_in
-from localllm.device.probes import llama_cpp_folder, programs
+from localllm.device.probes import library_folder, programs
 from localllm.device.types import Device, Finding, Memory, Readings
 
 _KEPT_S = 24 * 3600.0
@@ -60,15 +60,6 @@ def identity() -> str | None:
     if folder is None:
         return None
     return _key(folder, _libraries(folder))
-
-
-def library_folder() -> Path | None:
-    """Return the folder of the llama.cpp that a worker would run, or None without one."""
-    override = os.environ.get("LLAMA_CPP_LIB_PATH")
-    installed = llama_cpp_folder()
-    if override and installed:
-        return Path(override)
-    return installed
 
 
 def _libraries(folder: Path) -> list[tuple[str, int, int]]:

@@ -65,6 +65,17 @@ class GgmlBuild:
     lacks: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def title(self) -> str:
+        """Its release, such as "llama-cpp-python 0.3.36" or "llama.cpp 1.0.0"."""
+        # The version of a library that replaces the wheel's has the library's name before it.
+        library, _, number = self.version.partition(" ")
+        if not number:
+            return f"llama-cpp-python {library or 'of an unknown version'}"
+        if library == "llama":
+            return f"llama.cpp {number}"
+        return f"llama.cpp ({self.version})"
+
+    @property
     def gpus(self) -> tuple[GgmlDevice, ...]:
         """Devices other than the CPU."""
         return tuple(device for device in self.devices if device.accelerator != "cpu")

@@ -24,15 +24,19 @@ _FEW_FILES = 1024
 
 @dataclass(frozen=True, slots=True)
 class BuildFacts:
-    """The installed llama-cpp-python: its version and the library files it contains.
+    """The llama.cpp that workers run: its release and the library files it contains.
 
-    `cuda_architectures` are the compute capabilities × 10 of its CUDA code (120 = sm_120), sorted.
-    The tuple is empty if they could not be read.
+    - `title`: "llama-cpp-python 0.3.36", or "llama.cpp 1.0.0 in FOLDER".
+    - `cuda_architectures`: the compute capabilities × 10 of its CUDA code (120 = sm_120), sorted.
+      The tuple is empty if they could not be read.
+    - `is_wheel`: False for libraries that LLAMA_CPP_LIB_PATH or `setup --engine` put in place of
+      the wheel's.
     """
 
-    version: str
+    title: str
     libraries: tuple[str, ...]
     cuda_architectures: tuple[int, ...] = ()
+    is_wheel: bool = True
 
     @property
     def accelerators(self) -> tuple[str, ...]:
@@ -74,7 +78,8 @@ class HealthCheck:
 def judge(device: Device, facts: HealthFacts) -> list[HealthCheck]:
     """Return every check, in the order in which a user would fix them."""
     of_files = _build(device, facts)
-    of_devices = _ggml(device, facts.llama_cpp)
+    is_wheel = facts.build is None or facts.build.is_wheel
+    of_devices = _ggml(device, facts.llama_cpp, _SETUP if is_wheel else _GO_BACK)
     failed = facts.llama_cpp is not None and facts.llama_cpp.failure
     if of_files.status == "error" and not failed:
         # An error already shown by the build's files is not repeated for its devices.
@@ -104,6 +109,7 @@ def _found(device: Device) -> HealthCheck:
 
 
 _SETUP = "localllm setup"
+_GO_BACK = "localllm setup --use own, and unset LLAMA_CPP_LIB_PATH if you set it"
 
 
 def _build(device: Device, facts: HealthFacts) -> HealthCheck:
@@ -114,12 +120,13 @@ def _build(device: Device, facts: HealthFacts) -> HealthCheck:
     if build is None:
         message = "llama-cpp-python is not installed: no model can run"
         return HealthCheck(name, "error", message, "pip install llama-cpp-python")
-    version = f"llama-cpp-python {build.version}"
     if not build.libraries:
-        message = f"{version} lacks its libraries: the installation may be broken"
-        fix = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
+        message = f"{build.title} lacks its libraries: the installation may be broken"
+        fix = _GO_BACK
+        if build.is_wheel:
+            fix = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
         return HealthCheck(name, "error", message, fix)
-    compiled = f"{version}, compiled for {', '.join(('cpu', *build.accelerators))}"
+    compiled = f"{build.title}, compiled for {', '.join(('cpu', *build.accelerators))}"
     if wanted in build.accelerators:
         if wanted == "cuda":
             return _cuda_code(device, build, compiled)
@@ -150,8 +157,9 @@ _CAPABILITIES = {
 }
 
 
-def _ggml(device: Device, build: ggml.GgmlBuild | None) -> list[HealthCheck]:
-    """List the build's own devices and their differences from the system's devices."""
+def _ggml(device: Device, build: ggml.GgmlBuild | None, fix: str) -> list[HealthCheck]:
+    """List the build's own devices and their differences from the system's devices. `fix` is for
+    capabilities that it lacks."""
     name = "llama.cpp device"
     if build is None:
         unread = "the installed llama.cpp was not queried for its devices"
@@ -161,7 +169,7 @@ def _ggml(device: Device, build: ggml.GgmlBuild | None) -> list[HealthCheck]:
         for d in build.devices
     ]
     lacks = [
-        HealthCheck(f"llama.cpp {_CAPABILITIES[name]}", "warning", f"off: {why}", _SETUP)
+        HealthCheck(f"llama.cpp {_CAPABILITIES[name]}", "warning", f"off: {why}", fix)
         for name, why in build.lacks.items()
         if name in _CAPABILITIES
     ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from localllm.device import backend_view
 from localllm.device.library_facts import Architectures, architectures_of, library_in, version_in
+from localllm.device.probes import library_folder
 from localllm.errors import BackendError
 from localllm_catalog.architectures import FIRST_RELEASES
 from localllm_catalog.types import Model
@@ -46,7 +46,7 @@ def check(architecture: str, name: str) -> None:
 
 def _installed() -> tuple[Architectures | None, str]:
     """Return the architectures and the version of the library that a worker would load."""
-    folder = backend_view.library_folder()
+    folder = library_folder()
     if folder is None:
         return None, ""
     library = library_in(folder)

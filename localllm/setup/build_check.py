@@ -293,8 +293,7 @@ def _machine_lines(device: Device) -> list[str]:
 
 def _build_lines(test: SelfTest) -> Iterator[str]:
     build = test.build
-    version = f"llama-cpp-python {build.version or 'unknown'}"
-    yield f"llama.cpp    {version}, tested on: {test.backend or 'nothing'}"
+    yield f"llama.cpp    {build.title}, tested on: {test.backend or 'nothing'}"
     for device in build.devices:
         yield _device_line(device)
     for name, features in build.features.items():

@@ -13,6 +13,7 @@ import pytest
 from device import recordings
 from localllm.cli.commands import device as device_command
 from localllm.cli.commands import doctor as doctor_command
+from localllm.device.ggml import GgmlBuild
 from localllm.device.health import BuildFacts, HealthCheck, HealthFacts, judge
 from localllm.device.machines import identify
 from localllm.device.name_lookup import resolve
@@ -20,7 +21,9 @@ from localllm.device.probes import health
 from localllm.device.types import device_to_json
 from localllm.errors import UsageError
 
-CPU_BUILD = BuildFacts("0.3.36", ("libggml-base.so", "libggml-cpu.so", "libllama.so"))
+CPU_BUILD = BuildFacts(
+    "llama-cpp-python 0.3.36", ("libggml-base.so", "libggml-cpu.so", "libllama.so")
+)
 CUDA_LIBRARIES = ("libggml-base.so", "libggml-cpu.so", "libggml-cuda.so", "libllama.so")
 
 
@@ -69,7 +72,7 @@ def test_cuda_code_must_be_of_the_gpus_major_version(
     architectures: tuple[int, ...], recording: str, status: str
 ) -> None:
     device = identify(recordings.load(recording))
-    build = BuildFacts("0.3.36", CUDA_LIBRARIES, architectures)
+    build = BuildFacts("llama-cpp-python 0.3.36", CUDA_LIBRARIES, architectures)
     (check,) = named(judge(device, HealthFacts(build=build)), "llama.cpp build")
     assert check.status == status
     assert status != "error" or check.fix == "localllm setup"
@@ -80,7 +83,7 @@ def test_architectures_are_read_out_of_the_library(
 ) -> None:
     code = b"\x7fELF\x00750,860,1200\x00 .target sm_90a compute_121 sm_86\x00 12,99\x00"
     (tmp_path / "libggml-cuda.so").write_bytes(code)
-    monkeypatch.setattr(health, "llama_cpp_folder", lambda: tmp_path)
+    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
     build = health.llama_cpp_build()
     assert build is not None
     assert build.cuda_architectures == (75, 86, 90, 120, 121)
@@ -95,7 +98,7 @@ def test_no_llama_cpp_at_all_is_an_error() -> None:
 
 def test_a_vulkan_build_for_an_amd_gpu_causes_no_finding() -> None:
     device = identify(recordings.load("rx_7900_xtx"))
-    build = BuildFacts("0.3.36", (*CPU_BUILD.libraries, "libggml-vulkan.so"))
+    build = BuildFacts("llama-cpp-python 0.3.36", (*CPU_BUILD.libraries, "libggml-vulkan.so"))
     (check,) = named(judge(device, HealthFacts(build=build)), "llama.cpp build")
     assert check.status == "ok"
 
@@ -165,8 +168,26 @@ def test_the_installed_build_is_found_by_its_files() -> None:
     build = health.llama_cpp_build()
     if build is None:
         pytest.skip("llama-cpp-python is not installed")
-    assert build.version
+    assert build.title.startswith("llama-cpp-python 0.")
     assert any("llama" in library for library in build.libraries)
+
+
+def test_libraries_in_place_of_the_wheels_are_checked_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("libllama.so.1.0.0", "libggml-cuda.so", "libggml-base.so"):
+        (tmp_path / name).write_bytes(b"")
+    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
+    build = health.llama_cpp_build()
+    assert build is not None
+    assert build.title == f"llama.cpp 1.0.0 in {tmp_path}"
+    assert build.accelerators == ("cuda",)
+    device = identify(recordings.load("cpu_only_vm"))
+    lacking = GgmlBuild(version="llama 1.0.0", lacks={"mtp": "no function"})
+    checks = judge(device, HealthFacts(build=build, llama_cpp=lacking))
+    (drafting,) = named(checks, "llama.cpp MTP drafting")
+    assert "unset LLAMA_CPP_LIB_PATH" in drafting.fix
+    assert lacking.title == "llama.cpp 1.0.0"
 
 
 def test_json_is_the_published_shape_and_every_figure_has_its_basis() -> None:

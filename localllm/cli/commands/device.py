@@ -88,7 +88,7 @@ def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
 
     title = "llama.cpp"
     if build.version:
-        title = f"llama.cpp (llama-cpp-python {build.version}), devices:"
+        title = f"{build.title}, devices:"
     out = ["", title]
     for device in build.devices:
         memory = f"{device.memory_total_bytes / 1e9:.1f} GB"

@@ -6,6 +6,7 @@ The functions here read a command's output or a file. If a tool is absent, its r
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 from pathlib import Path
 
@@ -42,3 +43,12 @@ def llama_cpp_folder() -> Path | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     return Path(next(iter(spec.submodule_search_locations))) / "lib"
+
+
+def library_folder() -> Path | None:
+    """Return the folder of the llama.cpp that a worker would run, or None without one."""
+    override = os.environ.get("LLAMA_CPP_LIB_PATH")
+    installed = llama_cpp_folder()
+    if override and installed:
+        return Path(override).expanduser()
+    return installed

@@ -12,7 +12,8 @@ from itertools import chain
 from pathlib import Path
 
 from localllm.device.health import BuildFacts, HealthFacts
-from localllm.device.probes import llama_cpp_folder, read_text, run
+from localllm.device.library_facts import version_in
+from localllm.device.probes import library_folder, llama_cpp_folder, read_text, run
 
 
 def read(cache: Path, data: Path) -> HealthFacts:
@@ -38,20 +39,26 @@ def read(cache: Path, data: Path) -> HealthFacts:
 
 
 def llama_cpp_build() -> BuildFacts | None:
-    """Return the installed llama_cpp package from its files, or None if it is not installed.
+    """Return the llama.cpp that workers run, from its files, or None without one.
 
-    The package is not imported, because an import would load its libraries.
+    Its libraries are not loaded.
     """
-    folder = llama_cpp_folder()
+    folder = library_folder()
     if folder is None:
         return None
+    is_wheel = folder == llama_cpp_folder()
+    if is_wheel:
+        title = f"llama-cpp-python {version('llama-cpp-python') or ''}"
+    else:
+        title = f"llama.cpp {version_in(folder) or 'of an unknown version'} in {folder}"
     names = [path.name for path in folder.glob("*")]
     libraries = sorted(name for name in names if re.search(r"\.(so|dylib|dll)", name))
     cuda = next((folder / name for name in libraries if "ggml-cuda" in name), None)
     return BuildFacts(
-        version=version("llama-cpp-python") or "",
+        title=title,
         libraries=tuple(libraries),
         cuda_architectures=_cuda_architectures(cuda) if cuda is not None else (),
+        is_wheel=is_wheel,
     )
 
 
