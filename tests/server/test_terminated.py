@@ -6,9 +6,12 @@ A worker without its parent also ends.
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +21,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from starlette.applications import Starlette
 
 from localllm.server.http import run
+from localllm.server.http.settings import ServerSettings
 from support.http_server import running_server
 from support.scripted_engine import Gate, ScriptedEngine
 
@@ -94,6 +99,52 @@ def test_terminating_the_group_ends_streams_cleanly_and_keeps_their_kv(
     with serving(few_layers) as (_, client):
         cached, prompt = cached_of(client)
     assert cached >= prompt - 32, (cached, prompt)
+
+
+def await_refusal(client: httpx.Client) -> None:
+    """Wait until the server accepts no connection."""
+    while True:
+        try:
+            client.get("/health", headers={"Connection": "close"})
+        except httpx.TransportError:
+            return
+
+
+def test_a_second_signal_ends_streams_at_once_with_the_reason(few_layers: Path) -> None:
+    """Service managers and `timeout` send SIGTERM and then another signal."""
+    with serving(few_layers) as (process, client):
+        with client.stream("POST", "/v1/completions", json=ask(1800)) as reply:
+            told = frames(reply)
+            next(told)
+            process.send_signal(signal.SIGTERM)
+            await_refusal(client)
+            process.send_signal(signal.SIGHUP)
+            process.send_signal(signal.SIGTERM)
+            *_, last = told
+        assert "the server is stopping" in str(last["error"])
+        assert process.wait(timeout=60) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_a_second_cancellation_lets_an_idle_server_close_its_sockets() -> None:
+    faults: list[object] = []
+
+    async def serve() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+        sock = socket.create_server(("127.0.0.1", 0))
+        task = asyncio.create_task(run.serve_on(Starlette(), [sock], ServerSettings()))
+        async with httpx.AsyncClient(trust_env=False) as client:
+            await client.get(f"http://127.0.0.1:{sock.getsockname()[1]}/")
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
+        assert task.cancelled()
+
+    asyncio.run(serve())
+    gc.collect()  # an unread exception of a task is reported when the task is freed
+    assert faults == []
 
 
 def test_a_stream_cut_at_shutdown_gives_the_reason(

@@ -89,7 +89,7 @@ def test_the_members_of_uvicorn_s_protocol_that_we_use_exist() -> None:
 def test_the_members_of_uvicorn_s_server_that_we_use_exist() -> None:
     server = uvicorn.Server(uvicorn.Config(answer_nothing))
     source = inspect.getsource(run)
-    used = ["capture_signals", "serve", "should_exit", "started"]
+    used = ["capture_signals", "serve", "server_state", "should_exit", "started"]
     assert all(name in source for name in used)
     missing = [name for name in used if not hasattr(server, name)]
     assert not missing, (

@@ -52,6 +52,18 @@ async def _close_late(server: uvicorn.Server) -> None:
     await asyncio.sleep(0)
 
 
+async def _ended(server: uvicorn.Server, task: asyncio.Task[None]) -> None:
+    """Wait until `server` has ended. A second cancellation ends its running answers at once."""
+    loop = asyncio.get_running_loop()
+    limit_s = loop.time() + GRACE_S + 2
+    while not task.done() and loop.time() < limit_s:
+        try:
+            await asyncio.wait({task}, timeout=limit_s - loop.time())
+        except asyncio.CancelledError:
+            for answer in server.server_state.tasks:
+                answer.cancel()
+
+
 async def serve_on(
     app: App, socks: Sequence[socket.socket], settings: ServerSettings, *, quiet: bool = False
 ) -> None:
@@ -82,7 +94,7 @@ async def serve_on(
         await asyncio.shield(task)
     except asyncio.CancelledError:
         server.should_exit = True
-        await asyncio.wait({task}, timeout=GRACE_S + 2)
+        await _ended(server, task)
         raise
     finally:
         for sock in socks:
