@@ -11,7 +11,7 @@ from localllm.device.machines import identify
 from localllm.device.parsers.linux import last_level_cache_bytes
 from localllm.device.probes import matrix_rate
 from localllm.device.probes.systems import read
-from localllm.device.types import Device, Readings
+from localllm.device.types import Device, Figure, Readings
 
 
 def detect(*, measure: bool = False) -> Device:
@@ -68,16 +68,17 @@ def from_readings(
         return device
     folder = paths.cache_dir()
     machine = _machine(device)
+    now: Figure | None = None
     if remeasure or (measure and bandwidth.SHELF.due(folder, machine)):
         available_bytes = (device.host or device.memory).available_bytes
         taken = bandwidth.rates(
             available_bytes=available_bytes, cache_bytes=last_level_cache_bytes(readings)
         )
-        bandwidth.SHELF.keep(folder, machine, taken)
+        now = bandwidth.SHELF.keep(folder, machine, taken)
     if keep_figures:
         kept = bandwidth.SHELF.reliable(folder, machine)
     else:
-        kept = bandwidth.SHELF.cached(folder, machine)
+        kept = now or bandwidth.SHELF.cached(folder, machine)
     if kept is None:
         return device
     measured = identify(readings, kept)

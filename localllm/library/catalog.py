@@ -138,13 +138,14 @@ class OpenedModel:
     """Model files on this disk, read once.
 
     `header` is that of a GGUF file. `model` is described by that header or by a config; its one
-    Variant has the sizes of these files. Both are None if the files can't be read; the engine
-    reports the reason.
+    Variant has the sizes of these files. Both are None if the files can't be read, and `fault` is
+    the reason.
     """
 
     local: LocalModel
     header: GgufHeader | None = None
     model: Model | None = None
+    fault: str = ""
 
 
 def open_model(local: LocalModel, catalog: Catalog) -> OpenedModel:
@@ -158,8 +159,8 @@ def open_model(local: LocalModel, catalog: Catalog) -> OpenedModel:
             return OpenedModel(local, model=_read_folder(local.path, known))
         header = read_header(local.path)
         return OpenedModel(local, header, from_gguf.model_from_gguf(header, known=known))
-    except (CatalogError, ModelFileError):
-        return OpenedModel(local, header)
+    except (CatalogError, ModelFileError) as e:
+        return OpenedModel(local, header, fault="" if header or local.is_folder else str(e))
 
 
 def _read_folder(folder: Path, known: Model | None) -> Model:
@@ -186,4 +187,5 @@ def _as_model_file(source: Path | str) -> Iterator[None]:
         hint = getattr(e, "hint", "") or (
             "choose another file of the model: neither llama.cpp nor MLX can read this one"
         )
-        raise ModelFileError(f"{name} can't be read as a model: {e}", hint=hint) from e
+        reason = str(e).removeprefix(f"{source}: ")
+        raise ModelFileError(f"{name} can't be read as a model: {reason}", hint=hint) from e

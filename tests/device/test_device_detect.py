@@ -199,6 +199,20 @@ def test_a_damaged_measurement_file_is_ignored_and_replaced(own_cache: Path, con
     assert bandwidth.SHELF.cached(own_cache, "m") == _taken(42.0).figure
 
 
+def test_a_measurement_is_shown_even_if_it_cannot_be_kept(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example with a full disk, or a home folder that is mounted read-only."""
+    own_cache.touch()  # a file where the folder should be
+    monkeypatch.setattr(bandwidth, "rates", lambda **_: _taken(33.0))
+    device = from_readings(read(), measure=True, remeasure=True)
+    if not measures_ram(device):
+        return  # it takes bandwidth from a table
+    figure = device.host_bandwidth_gbps if device.kind == "discrete" else device.bandwidth_gbps
+    assert figure is not None
+    assert (figure.value, figure.basis) == (33.0, "measured")
+
+
 def _taken(gbps: float, others: float = 0.0) -> Measurement:
     return Measurement(gbps, "arrays of 512 MiB", "2026-11-23", others)
 

@@ -68,6 +68,19 @@ def test_info_reports_a_truncated_file_as_not_usable(
     assert whole["local"]["fault"] == ""
 
 
+@pytest.mark.parametrize(("at", "damage"), [(4, b"\x63"), (8, b"\xff" * 8), (24, b"\xff" * 8)])
+def test_info_gives_the_reason_why_a_header_cannot_be_read(
+    at: int, damage: bytes, tmp_path: Path, tiny_model: Path
+) -> None:
+    file = tmp_path / "damaged.gguf"
+    content = bytearray(tiny_model.read_bytes())
+    content[at : at + len(damage)] = damage
+    file.write_bytes(content)
+    assert "not usable: " in CliRunner().invoke(models.app, ["info", str(file)]).stdout
+    row = json.loads(CliRunner().invoke(models.app, ["info", str(file), "--json"]).stdout)
+    assert row["local"]["fault"].count("damaged.gguf") == 1
+
+
 def test_a_file_is_listed_as_soon_as_it_is_complete(folder: Path, tiny_model: Path) -> None:
     assert [model.name for model in store.scan()] == ["whole-F32"]
     shutil.copy(tiny_model, folder / "half-F32.gguf")

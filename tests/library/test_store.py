@@ -236,6 +236,8 @@ def test_the_list_as_text_and_as_json(tiny_model: Path) -> None:
     row = next(m for m in json.loads(out)["models"] if m["name"] == "Tiny-Q8_0")
     assert (row["path"], row["bytes"], row["quant"], row["repo"]) == (
         str(pointer), tiny_model.stat().st_size, "Q8_0", "maker/Tiny-GGUF")  # fmt: skip
+    assert run("--json") == (code, out, "")
+    assert run()[1] == run("list")[1]
 
 
 def test_verify_exits_with_4_when_a_file_is_bad(tiny_model: Path) -> None:
@@ -302,5 +304,6 @@ def test_adopt_and_forget(tmp_path: Path, tiny_model: Path) -> None:
     assert code == 0
     assert "Mine-Q8_0" in out
     assert "Mine-Q8_0" in run("list")[1]
-    assert run("adopt", str(tmp_path / "mine"), "--forget")[0] == 0
+    code, _, err = run("adopt", str(tmp_path / "mine"), "--forget")
+    assert (code, err) == (0, f"{tmp_path / 'mine'} is no longer used; its files stay\n")
     assert "Mine-Q8_0" not in run("list")[1]

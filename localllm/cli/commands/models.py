@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,10 +28,10 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def models(context: typer.Context) -> None:
+def models(context: typer.Context, as_json: Json = False) -> None:
     """List the installed models if no command is given."""
     if context.invoked_subcommand is None:
-        list_models()
+        list_models(as_json=as_json)
 
 
 @app.command("list", short_help="All models on this disk, including other applications'.")
@@ -84,7 +84,9 @@ def info(
         if known is None:
             raise
     else:
-        known = open_model(local, catalog).model or catalog.recognise(local.name, local.repo)
+        opened = open_model(local, catalog)
+        known = opened.model or catalog.recognise(local.name, local.repo)
+        local = replace(local, fault=local.fault or opened.fault)
     if as_json:
         row = None if local is None else as_row(local)
         print_json({"model": facts(known), "local": row})
@@ -254,6 +256,7 @@ def adopt(
     found: list[LocalModel] = []
     if forget:
         store.forget(folder)
+        print(plain(f"{folder} is no longer used; its files stay"), file=sys.stderr)
     else:
         found = store.adopt(folder)
     _print_models(found, as_json=as_json)
