@@ -277,6 +277,25 @@ def test_a_file_that_is_not_text_is_refused_with_the_reason(tmp_path: Path) -> N
             read_text(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "formats"),
+    [
+        ("cut.png", b"\x89PN", "PNG, JPEG, WebP or GIF"),
+        ("empty.JPG", b"", "PNG, JPEG, WebP or GIF"),
+        ("phone.heic", b"\0\0\0\x24ftypheic", "PNG, JPEG, WebP or GIF"),
+        ("pointer.webp", b"version https://git-lfs.github.com/spec/v1\n", "PNG, JPEG, WebP or GIF"),
+        ("empty.wav", b"", "WAV, MP3 or FLAC"),
+        ("memo.m4a", b"\0\0\0\x1cftypM4A ", "WAV, MP3 or FLAC"),
+    ],
+)
+def test_an_unreadable_image_or_sound_is_refused_with_the_readable_formats(
+    name: str, content: bytes, formats: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=f"{name} can't be attached: .* {formats}"):
+        read_text(tmp_path / name)
+
+
 def test_attached_files_must_fit_the_context_together() -> None:
     check_fits_context([("a", "x" * 400), ("b", "x" * 400)], 100)
     check_fits_context([("a", "x" * 10**6)], None)
