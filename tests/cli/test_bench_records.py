@@ -184,3 +184,11 @@ def test_share_is_refused_for_results_that_do_not_describe_the_machine(few_layer
     slowed = CliRunner().invoke(app, [str(few_layers), "--share", "--power", "50"])
     assert "slowed down by --power" in str(slowed.exception)
     assert "measuring" not in slowed.output
+
+
+@pytest.mark.parametrize("option", ["--rounds=2", "--scenarios=single", "--restart-cmd=true"])
+def test_options_of_compared_servers_are_refused_without_servers(
+    option: str, few_layers: Path
+) -> None:
+    refused = CliRunner().invoke(app, [str(few_layers), option])
+    assert f"{option.partition('=')[0]} is for --against" in str(refused.exception)

@@ -28,8 +28,9 @@ from localllm.engine.messages import Failure, Finish, Generation, Prefill, Reque
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import LocalLLMError, OtherMachineGoneError, UsageError
-from localllm_backends.contract import LoadSpec, Placement
+from localllm_backends.contract import LoadSpec, OtherMachineError, Placement
 from localllm_backends.llamacpp.binding.engine_files import library_path
+from localllm_backends.llamacpp.rpc import connect
 from support.requests import events_of
 
 needs_rpc = pytest.mark.skipif(
@@ -53,6 +54,12 @@ def test_a_worker_on_a_public_address_requires_a_list_of_allowed_hosts() -> None
         with pytest.raises(UsageError):
             networks([everybody])
     assert str(networks(["10.0.0.7/29"])[0]) == "10.0.0.0/29"
+
+
+@pytest.mark.parametrize("named", ["hosts.json", "anna@studio.local", "10.0.0.8:", ":50052"])
+def test_a_worker_without_a_port_is_refused_with_the_form_of_its_address(named: str) -> None:
+    with pytest.raises(OtherMachineError, match=f"{named} is no HOST:PORT"):
+        connect([named])
 
 
 def test_without_rpc_support_the_error_names_the_way_to_get_it(tiny_model: Path) -> None:

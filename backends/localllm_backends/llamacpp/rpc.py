@@ -43,8 +43,13 @@ def connect(workers: Sequence[str]) -> None:
     for worker in workers:
         if worker in _connected:
             continue
-        rpc = _library()
         host, _, port = worker.rpartition(":")
+        if not host or not port.isdecimal():
+            raise OtherMachineError(
+                f"{worker} is no HOST:PORT of a `localllm worker`. Only MLX models use hosts that are "
+                "reached by SSH, and hostfiles"
+            )
+        rpc = _library()
         try:
             # Connect here first, because the library only reports that it failed.
             with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):

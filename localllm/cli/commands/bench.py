@@ -41,8 +41,12 @@ def bench(
         ),
     ] = None,
     rounds: Annotated[
-        int, typer.Option(min=1, help="With --against: number of times each server is measured.")
-    ] = ROUNDS,
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"With --against: number of times each server is measured (default: {ROUNDS}).",
+        ),
+    ] = None,
     scenarios: Annotated[
         str | None,
         typer.Option(
@@ -86,8 +90,14 @@ def bench(
     if earlier is not None:
         then = earlier_runs.read(earlier)
     if against:
-        _compare_servers(model, against, restart_cmd or (), scenarios, rounds, as_json=as_json)
+        _compare_servers(
+            model, against, restart_cmd or (), scenarios, rounds or ROUNDS, as_json=as_json
+        )
         return
+    of_servers = {"--rounds": rounds, "--scenarios": scenarios, "--restart-cmd": restart_cmd}
+    for option, value in of_servers.items():
+        if value:
+            raise UsageError(f"{option} is for --against", hint=f"add --against, or omit {option}")
     from localllm.cli.bench import share as shared
     from localllm.cli.bench.measure import compare_and_keep, measure
     from localllm.load.load_plan import load_plan_named

@@ -141,6 +141,7 @@ def _secret(fields: dict[str, Any], where: str) -> str:
             ) from e
     if len(key) < _MIN_KEY_CHARS:
         raise UsageError(
-            f"the key of {where} has fewer than {_MIN_KEY_CHARS} characters: it could be guessed"
+            f"the key of {where} has fewer than {_MIN_KEY_CHARS} characters: it could be guessed",
+            hint="`openssl rand -base64 24` makes a key",
         )
     return key

@@ -37,7 +37,7 @@ async def serve_pool(
         if secured.generated_key:
             print(key_notice(secured), file=sys.stderr)
         if not quiet:
-            text = f"serving {len(servers)} servers on {address}  (Ctrl-C stops)"
+            text = f"serving {len(servers)} server(s) on {address}  (Ctrl-C stops)"
             print(f"{text}\n  {who_is_answered(secured)}", file=sys.stderr, flush=True)
         try:
             await serve_on(front.app, socks, secured)

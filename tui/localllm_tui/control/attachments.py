@@ -25,11 +25,15 @@ from localllm.errors import ContextLengthError, UsageError
 MAX_BYTES_PER_TOKEN = 8
 # Larger than any context served today.
 MAX_BYTES = 16_000_000
-# The formats that servers read, and the suffixes of files that were meant to be an image or a sound.
-_MEDIA_SUFFIXES = {
-    "PNG, JPEG, WebP or GIF": ".png .jpg .jpeg .webp .gif .heic .heif .avif .bmp .tif .tiff".split(),
-    "WAV, MP3 or FLAC": ".wav .mp3 .flac .m4a .aac .ogg .oga .opus .aiff .wma".split(),
-}
+# The formats that servers read, and the endings of files that were meant to be an image or a sound.
+_MEDIA_ENDINGS = {
+    "PNG, JPEG, WebP or GIF": (
+        ".png", ".jpg", ".jpeg", ".webp", ".gif", ".heic", ".heif", ".avif", ".bmp", ".tif", ".tiff"
+    ),
+    "WAV, MP3 or FLAC": (
+        ".wav", ".mp3", ".flac", ".m4a", ".aac", ".ogg", ".oga", ".opus", ".aiff", ".wma"
+    ),
+}  # fmt: skip
 
 
 def read_text(path: Path) -> tuple[str, str]:
@@ -50,8 +54,8 @@ def read_text(path: Path) -> tuple[str, str]:
         return path.name, url
     if data.startswith(b"%PDF-"):
         return path.name, _text_of_pdf(path.name, data)
-    for formats, suffixes in _MEDIA_SUFFIXES.items():
-        if path.suffix.lower() in suffixes:
+    for formats, endings in _MEDIA_ENDINGS.items():
+        if path.name.lower().endswith(endings):
             raise UsageError(
                 f"{path.name} can't be attached: it is damaged, or its format is not {formats}",
                 hint="convert it to one of these formats first",
