@@ -38,7 +38,7 @@ class ClientTarget:
     `url`: without a path.
     `model`, `n_ctx`: one of its models, and its context in tokens.
     `autocomplete`, `embedding`: models that complete code and make embeddings, if any.
-    `max_context`: the longest context for which its machine has memory (0: unknown).
+    `max_context`: the longest context of the model for which its machine has memory (0: unknown).
     `shell`: the shell for the printed commands.
     """
 
@@ -252,9 +252,9 @@ def _context_warning(name: str, prompt: int, target: ClientTarget) -> str:
     most = target.max_context or 2 * prompt
     wanted = f"serve with --context {min(2 * prompt, most)}"
     if most < prompt + target.answer_tokens:
-        wanted = "use another agent or model: no --context that fits in memory is large enough"
+        wanted = "use another agent or model: no --context is large enough"
     if target.max_context:
-        wanted += f" ({target.max_context} is the largest context that fits)"
+        wanted += f" ({target.max_context} is the largest that the model and the memory allow)"
     return (
         f"{name}'s own prompt has about {prompt} tokens, but {target.model} is served "
         f"with a context of {target.n_ctx}: {wanted}"
