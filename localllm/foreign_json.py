@@ -17,11 +17,11 @@ from localllm.errors import LocalLLMError
 from localllm.json_limits import TooDeepError, check_depth
 
 # A listing of a repository with 20,000 files has about 5 MiB and 140,000 values.
-MOST_BYTES = 8 << 20
-MOST_VALUES = 200_000
-MOST_DEPTH = 64
+MAX_BYTES = 8 << 20
+MAX_VALUES = 200_000
+MAX_DEPTH = 64
 # The largest count that JSON readers agree on (RFC 8259, 6).
-_MOST_COUNT = 2**53
+_MAX_COUNT = 2**53
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _HIGH = re.compile(r"[\ud800-\udbff]\Z")
 _KINDS = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
@@ -38,7 +38,7 @@ class MalformedError(
 
 
 def parse(
-    text: str | bytes, most_chars: int = MOST_BYTES, most_values: int = MOST_VALUES
+    text: str | bytes, most_chars: int = MAX_BYTES, most_values: int = MAX_VALUES
 ) -> JsonPart:
     """Parse a document of another program. Raises MalformedError if it is too large, nests too
     deeply or is not JSON."""
@@ -52,10 +52,10 @@ def parse(
         raise MalformedError(f"it has more than {most_values} values")
     try:
         value = json.loads(text)
-        if brackets > MOST_DEPTH:
-            check_depth(value, MOST_DEPTH)
+        if brackets > MAX_DEPTH:
+            check_depth(value, MAX_DEPTH)
     except (RecursionError, TooDeepError) as e:
-        raise MalformedError(f"it nests deeper than {MOST_DEPTH} levels") from e
+        raise MalformedError(f"it nests deeper than {MAX_DEPTH} levels") from e
     except json.JSONDecodeError as e:
         reason = e.msg.removesuffix(" at")
         raise MalformedError(f"it is not JSON ({reason} at character {e.pos})") from e
@@ -65,7 +65,7 @@ def parse(
 
 
 def read(pieces: Iterable[bytes]) -> bytes:
-    """Join the pieces of a body. Raises MalformedError if it is larger than MOST_BYTES."""
+    """Join the pieces of a body. Raises MalformedError if it is larger than MAX_BYTES."""
     body = bytearray()
     for piece in pieces:
         body += piece
@@ -74,9 +74,9 @@ def read(pieces: Iterable[bytes]) -> bytes:
 
 
 def check_size(body: bytearray) -> None:
-    """Raise MalformedError if a body is larger than MOST_BYTES."""
-    if len(body) > MOST_BYTES:
-        raise MalformedError(f"it is larger than {MOST_BYTES >> 20} MiB")
+    """Raise MalformedError if a body is larger than MAX_BYTES."""
+    if len(body) > MAX_BYTES:
+        raise MalformedError(f"it is larger than {MAX_BYTES >> 20} MiB")
 
 
 def check_plain(coding: str | None) -> None:
@@ -180,7 +180,7 @@ class JsonPart:
         value = self.value
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        if not math.isfinite(value) or abs(value) > _MOST_COUNT:
+        if not math.isfinite(value) or abs(value) > _MAX_COUNT:
             return None
         return value
 

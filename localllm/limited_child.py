@@ -32,7 +32,7 @@ import psutil
 from localllm.errors import LocalLLMError
 
 # Interval in seconds between checks of the process while an answer is awaited.
-_LOOK_S = 0.02
+_POLL_S = 0.02
 # Address space that is reserved but hardly touched: a deep stack (grammars/deep_stack.py), and
 # memory that the allocator holds ready for each thread.
 _RESERVED_BYTES = 160 * 2**20
@@ -257,7 +257,7 @@ class _Process:
         before_s = None
         while True:
             try:
-                line = self._lines.get(timeout=_LOOK_S)
+                line = self._lines.get(timeout=_POLL_S)
             except queue.Empty:
                 if not wanted():
                     raise ChildError("its caller stopped waiting") from None
@@ -284,7 +284,7 @@ class _Process:
             return before_s or 0.0
         spent_s = times.user + times.system
         if before_s is None:
-            before_s = spent_s - _LOOK_S
+            before_s = spent_s - _POLL_S
         self._held_bytes = held_bytes - self._rest_bytes
         if spent_s - before_s > limits.cpu_s:
             raise _over_time(limits)

@@ -20,7 +20,7 @@ TIE_LOGITS = 1.0
 _STREAMS = 4
 _DECODED_TOKENS = 8
 _STORED_TOKENS = 200
-_FEWEST_BYTES = 20
+_MIN_BYTES = 20
 
 Outcome = dict[str, Any]
 Check = Callable[[], Outcome]
@@ -166,7 +166,7 @@ class DeviceChecks:
     def _restore(self) -> Outcome:
         backend = self._backend
         body = memoryview(self._file.read_bytes())
-        require(len(body) > _FEWEST_BYTES, "the stored prompt is missing")
+        require(len(body) > _MIN_BYTES, "the stored prompt is missing")
         end = 8 + int.from_bytes(body[:8], "little")
         kept = len(self._tokens) - 1
         sequence = backend.new_sequence()

@@ -49,7 +49,7 @@ _STORIES = 3
 # An answer of fewer tokens is too short for measuring its speed.
 _MIN_ANSWER_TOKENS = 8
 # With fewer gaps, the 95th percentile is the same as the maximum.
-_ENOUGH_GAPS = 20
+_MIN_GAPS = 20
 # Time in seconds for the server's work after an answer, such as storing its KV.
 _SETTLE_S = 0.5
 
@@ -126,7 +126,7 @@ class Scenarios:
         """
         answer = t.chat(user(f"Tell a story. {self.fresh()}"), 128)
         self.put(SINGLE, t, answer.rate(self._counted(t, answer)))
-        if len(answer.gaps_s) >= _ENOUGH_GAPS:
+        if len(answer.gaps_s) >= _MIN_GAPS:
             self.put(GAP, t, _p95_ms(answer.gaps_s))
 
     def run_prefill(self, t: BenchTarget) -> None:
@@ -148,7 +148,7 @@ class Scenarios:
         gaps: list[float] = []
         for answer in answers:
             gaps += answer.gaps_s
-        if len(gaps) >= _ENOUGH_GAPS:
+        if len(gaps) >= _MIN_GAPS:
             self.put(RoundComparison(_EVEN.format(n), "ms", "less"), t, _p95_ms(gaps))
 
     run_two = partialmethod(_streams, n=2)

@@ -35,7 +35,7 @@ _KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_
 
 
 # A reference with fewer bits a weight loses too much itself.
-_EXACT_ENOUGH_BITS = 8
+_MIN_REFERENCE_BITS = 8
 # The beginning of a line that names a fault.
 FAULT = "fault: "
 
@@ -111,7 +111,7 @@ def _keep(wish: QualityWish, found: QualityFigures) -> None:
         return
     model = open_model(wish.model, load_catalog()).model
     ratio = found.ln_ratio
-    if model is None or ratio.error is None or target_bits(reference.quant) < _EXACT_ENOUGH_BITS:
+    if model is None or ratio.error is None or target_bits(reference.quant) < _MIN_REFERENCE_BITS:
         return
     today = datetime.now(UTC).date().isoformat()
     loss = MeasuredLoss(

@@ -52,7 +52,7 @@ _COMMANDS = {
 
 # Commands that don't enable garbage collection at the start. `recommend` ends before it would pay
 # off. The server and the chat (None: the chat without its name) enable it after starting.
-_LOOKS_LATER = ("recommend", "serve", "chat", None)
+_ENABLES_GC_LATER = ("recommend", "serve", "chat", None)
 
 
 def _version(value: bool) -> None:
@@ -71,7 +71,7 @@ def _root(
     ] = False,
 ) -> None:
     """Start the chat with the best installed model if no command is given."""
-    if context.invoked_subcommand not in _LOOKS_LATER:
+    if context.invoked_subcommand not in _ENABLES_GC_LATER:
         gc.enable()
     # `serve` starts a worker of the build before this code is imported.
     if context.invoked_subcommand != "serve":

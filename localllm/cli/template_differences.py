@@ -10,7 +10,7 @@ from localllm.conversation.template import ChatTemplate, TemplateError
 from localllm.library.catalog import read_header
 from localllm.library.types import LocalModel
 
-_MOST_LINES = 40
+_MAX_LINES = 40
 _TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -47,7 +47,7 @@ def tool_differences(model: LocalModel, reference: LocalModel) -> list[str]:
     found = difflib.unified_diff(
         theirs, ours, reference.path.name, model.path.name, lineterm="", n=1
     )
-    return list(found)[:_MOST_LINES]
+    return list(found)[:_MAX_LINES]
 
 
 def _rendered(model: LocalModel) -> str:

@@ -14,7 +14,7 @@ from localllm import json_store
 from localllm.foreign_json import well_formed
 
 ROLES = ("system", "user", "assistant")
-_MOST_ID = 2**53
+_MAX_ID = 2**53
 
 
 def text(value: object) -> str:
@@ -35,7 +35,7 @@ def optional_text(value: object) -> str | None:
 
 def number(value: object) -> float:
     """A time in seconds; 0 if it is no time."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _MOST_ID:
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _MAX_ID:
         return 0.0
     if math.isfinite(value):
         return float(value)
@@ -74,7 +74,7 @@ def _is_text(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and 0 <= value <= _MOST_ID
+    return isinstance(value, int) and 0 <= value <= _MAX_ID
 
 
 def _is_figure(value: object) -> bool:

@@ -29,7 +29,7 @@ decided, names, numbers, paths and errors that matter later. Write then what is 
 next step is. Leave out everything that can be read again from a file or a tool."""
 _WANTED = "Keep in any case: "
 _KNOWN = "These facts are kept already, so do not repeat them:"
-_GO_ON = "[Go on with the newest of the user's messages]"
+_CONTINUE = "[Go on with the newest of the user's messages]"
 
 
 def task(wanted: str = "", facts: Sequence[str] = (), content: str = "") -> str:
@@ -76,7 +76,7 @@ class Summary:
                 lines.append(f"and {self.uncounted} earlier calls")
             parts.append("\n".join(lines))
         if goes_on:
-            parts.append(_GO_ON)
+            parts.append(_CONTINUE)
         return "\n\n".join(parts)
 
     def as_json(self) -> str:

@@ -22,7 +22,7 @@ from localllm.device.accelerators import HIDING_VARIABLES, compiled_in
 from localllm.device.probes import library_folder, programs
 from localllm.device.types import Device, Finding, Memory, Readings
 
-_KEPT_S = 24 * 3600.0
+_MAX_AGE_S = 24 * 3600.0
 # Environment variables that change the devices a build sees.
 _VARIABLES = (*HIDING_VARIABLES, "LLAMA_CPP_LIB_PATH")
 _GPU_OUTPUTS = {"nvml", "nvidia-smi", "vulkaninfo", "display-class"}
@@ -81,7 +81,7 @@ def _key(folder: Path, libraries: list[tuple[str, int, int]]) -> str:
 def _known(file: Path, key: str) -> ggml.GgmlBuild | None:
     kept = json_store.read(file)
     try:
-        if kept["key"] != key or not 0 <= time.time() - kept["asked_s"] < _KEPT_S:
+        if kept["key"] != key or not 0 <= time.time() - kept["asked_s"] < _MAX_AGE_S:
             return None
         return ggml.read(kept["answer"])
     except (ValueError, KeyError, TypeError, AttributeError):

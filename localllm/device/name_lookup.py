@@ -306,7 +306,7 @@ def _add_size(computer: Computer, part: Typed, name: str) -> None:
 
 
 # Most names that an error suggests.
-_MOST_SIMILAR = 6
+_MAX_SIMILAR = 6
 
 
 def _not_found(text: str, part: Typed) -> DeviceNotFoundError:
@@ -317,7 +317,7 @@ def _not_found(text: str, part: Typed) -> DeviceNotFoundError:
         hint = f"choose one of {names}, or describe the machine: --memory GB --bandwidth GBPS"
         return DeviceNotFoundError(message, hint=hint, param="device")
     similar = longer or lookup.nearest(part.text)
-    if len(similar) > _MOST_SIMILAR:
+    if len(similar) > _MAX_SIMILAR:
         similar = []  # of a general word such as laptop
     closest = ", ".join(similar)
     if re.search(r"\b(?:i?mac|macbook|apple)(?![a-z])", text.lower()):

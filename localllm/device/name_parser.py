@@ -62,7 +62,7 @@ def split(name: str) -> list[str]:
         part = joined.replace(_PLUS, "+")
         # "Mac Studio with M2 Ultra": text without a number is not a part of its own.
         if parts and not re.search(r"[0-9]|\btitan|\bvii\b", parts[-1], re.I):
-            if re.match(_MANY, part, re.I):
+            if re.match(_COUNT_PATTERN, part, re.I):
                 part = f"{part} {parts.pop()}"
             else:
                 part = f"{parts.pop()} {part}"
@@ -77,7 +77,7 @@ _PLUS_OF_NAME = re.compile(
 _PLUS = "\ue000"
 
 # A count, and the brands that may come between it and the number.
-_MANY = r"(?:(?:[1-9]|1[0-6])\s?[x×*]|(?:dual|two|triple|three|quad|four)\b)\s?"
+_COUNT_PATTERN = r"(?:(?:[1-9]|1[0-6])\s?[x×*]|(?:dual|two|triple|three|quad|four)\b)\s?"
 _BRANDS = (
     r"(?:(?:nvidia|amd|intel|tesla|quadro|geforce|radeon|instinct|rtx|gtx|rx|arc|pro|ai|xeon|epyc|"
     r"gold|silver|platinum)\s?)*"
@@ -87,7 +87,7 @@ _BRANDS = (
 _JOINED = re.compile(
     r"\s*\+\s*|\s*,\s+(?![^(]*\))|,(?=[1-9]\s?[x×])"
     r"|(?:(?<=[0-9]{4})|(?<=[0-9] ti)|(?<=[0-9]ti)|(?<=super)|(?<=xt)|(?<=xtx))\s*/\s*(?=[0-9]{4})"
-    rf"|\s+(?={_MANY}(?:{_BRANDS}[a-z]{{0,2}}[0-9]{{1,4}}|titan)(?![0-9]|\s?(?:gb|ch)))"
+    rf"|\s+(?={_COUNT_PATTERN}(?:{_BRANDS}[a-z]{{0,2}}[0-9]{{1,4}}|titan)(?![0-9]|\s?(?:gb|ch)))"
     r"|(?<!\bx)\s(?:and|with|&|plus)\s+(?:an?\s+|another\s+)?(?!max-?q)"
     rf"(?={_BRANDS}\S*[0-9])",
     re.I,
@@ -96,8 +96,8 @@ _JOINED = re.compile(
 _STICKS = re.compile(r"\b([1-9]|1[0-6])\s?[x×*]\s?([0-9]{1,3})\s?gb\b", re.I)
 
 
-# "24g", "24gb", "24 gigs" and French "24 Go". A four-digit number with a "G" is a part number (Ryzen
-# 7 5750G).
+# "24g", "24gb", "24 gigs" and French "24 Go". A four-digit number with a "G" is a part number
+# (Ryzen 7 5750G).
 _SIZE = (
     r"(?P<number>[0-9]{1,3}(?:\.[0-9]+)?|[0-9]{4,5}(?=\s*(?:gb|gib|tb|mib)))\s*"
     r"(?P<unit>gbs?|gib|gigs?|gigabytes?|go|g|tb|to|mib)\b"

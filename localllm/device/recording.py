@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from localllm.device.types import Readings
 
 # Serial numbers and other identifiers of a single unit do not affect what it can do.
-_NUMBERS_OF_ONE = re.compile(r"""(?i)((?:serial|uuid|asset_tag)[\w-]*"?\s*[=:]\s*"?)[^"\n,}]+""")
+_IDENTIFIERS = re.compile(r"""(?i)((?:serial|uuid|asset_tag)[\w-]*"?\s*[=:]\s*"?)[^"\n,}]+""")
 
 
 def recorded(readings: Readings, machine: str, source: str, checks: Sequence[str] = ()) -> str:
@@ -22,4 +22,4 @@ def recorded(readings: Readings, machine: str, source: str, checks: Sequence[str
     sections = [("file", path, text) for path, text in readings.files.items()]
     sections += [("output", name, text) for name, text in readings.outputs.items()]
     body = [f"=== {kind} {name}\n{text.rstrip()}" for kind, name, text in sections]
-    return _NUMBERS_OF_ONE.sub(r"\1removed", "\n".join([*head, *body, ""]))
+    return _IDENTIFIERS.sub(r"\1removed", "\n".join([*head, *body, ""]))

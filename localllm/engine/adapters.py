@@ -20,7 +20,7 @@ SentAdapters: TypeAlias = Sequence[tuple[int, float]] | None
 # takes at most 4 % of the time. With 8, four streams of SmolLM2-135M on two sets lost another 6 %.
 _TURN_PER_SWITCH = 24.0
 # The second step shows how long the first would have taken without the switch.
-_LEAST_STEPS = 2
+_MIN_STEPS = 2
 # Share of the newest measurement in the learnt time of a switch.
 _NEWEST_SHARE = 0.25
 
@@ -128,11 +128,11 @@ class AdapterTurns:
 
     @property
     def _turn_is_over(self) -> bool:
-        return self._steps >= _LEAST_STEPS and self._turn_s >= _TURN_PER_SWITCH * self.switch_s
+        return self._steps >= _MIN_STEPS and self._turn_s >= _TURN_PER_SWITCH * self.switch_s
 
     def end(self) -> None:
         """End the turn, because no request of the active set can continue now."""
-        self._steps = _LEAST_STEPS
+        self._steps = _MIN_STEPS
         self._turn_s = float("inf")
 
     def stepped(self, n_tokens: int, seconds: float) -> None:

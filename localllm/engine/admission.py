@@ -41,7 +41,7 @@ _WORTH_WAITING_TOKENS = 16
 # imported in a step that imported this many tokens.
 _STEP_TOKENS = 128
 # If no stream decodes, this many blocks of other servers may be imported before the next step.
-_MOST_BLOCKS = 64
+_MAX_BLOCKS = 64
 
 
 @dataclass
@@ -268,7 +268,7 @@ class Admission:
             coming = False
             if restoring.done:
                 before = job.fetched_tokens
-                most = _MOST_BLOCKS
+                most = _MAX_BLOCKS
                 if streams:
                     most = max(0, _STEP_TOKENS - imported) // BLOCK_TOKENS
                 coming = self.receiver.receive(job, restoring, most, streams=streams)

@@ -77,13 +77,13 @@ def _taken_s(allowed: list[int]) -> float | None:
     return busy_s - time.process_time()
 
 
-_LOOK_S = 0.25
+_MEASURE_S = 0.25
 # After a longer gap between steps the engine was idle: the measured share is then out of date.
 _PAUSE_S = 0.1
-# Thresholds, in processors: give one up if other programs use more than `_TAKEN` of it, and take it
-# back if they use less than `_BACK`.
-_TAKEN = 0.6
-_BACK = 0.4
+# Thresholds, in processors: give one up if other programs use more than `_YIELD_ABOVE` of it, and
+# take it back if they use less than `_RETURN_BELOW`.
+_YIELD_ABOVE = 0.6
+_RETURN_BELOW = 0.4
 
 
 @dataclass
@@ -114,15 +114,15 @@ class ThreadThrottle:
         self._last_s = now
         if self._since is None or paused:
             self._since = self.others.mark()
-        elif now - self._since.at_s >= _LOOK_S:
+        elif now - self._since.at_s >= _MEASURE_S:
             self._use_threads(self.others.share(self._since) * self.others.cores)
             self._since = self.others.mark()
 
     def _use_threads(self, taken: float) -> None:
         """Adjust the threads to `taken`, the number of processors that other programs use."""
         left = self.others.cores - taken
-        fewest = math.floor(left + _BACK)
-        most = math.floor(left + _TAKEN)
+        fewest = math.floor(left + _RETURN_BELOW)
+        most = math.floor(left + _YIELD_ABOVE)
         threads = max(1, min(max(self.threads, fewest), most, self.others.cores))
         if threads != self.threads:
             self.threads = threads

@@ -55,9 +55,9 @@ WAIT_S = 0.01
 # Seconds between the last step and the start of housekeeping, if one piece of it takes long
 # (`Engine.idle_wait_s`).
 IDLE_GRACE_S = 0.05
-# Intervals of an idle engine, in seconds. `MEMORY_LOOK_S`: to check whether other programs need its
-# memory. `WRITING_S`: to check whether disk writes are done, so that housekeeping can go on.
-MEMORY_LOOK_S = 2.0
+# Intervals of an idle engine, in seconds. `MEMORY_CHECK_S`: to check whether other programs need
+# its memory. `WRITING_S`: to check whether disk writes are done, so that housekeeping can go on.
+MEMORY_CHECK_S = 2.0
 WRITING_S = 0.02
 
 
@@ -96,10 +96,10 @@ class Engine:
         self._worked_s = self._pause_until_s = self.clock()
         self._stalled = False
         self._housekeeping = True
-        # One full state takes up to 25 ms to copy (gemma-3-270m), as long as a cached request. Agents
-        # send the next request within milliseconds, so this housekeeping starts after a pause. A
-        # piece of divisible KV takes 1 ms. Exported early, the same prompt is more often computed
-        # over the same cells, and so gives the same bits.
+        # One full state takes up to 25 ms to copy (gemma-3-270m), as long as a cached request.
+        # Agents send the next request within milliseconds, so this housekeeping starts after a
+        # pause. A piece of divisible KV takes 1 ms. Exported early, the same prompt is more often
+        # computed over the same cells, and so gives the same bits.
         self._takes_grace = kv.states is not None and not kv.snapshots
         # With `power` below 1 known results must not wait for the pause after each step.
         self._overlaps = able.asynchronous and wanted.power >= 1.0
@@ -238,7 +238,7 @@ class Engine:
             return 0.0
         if self.pool.waiting:
             return WRITING_S
-        return MEMORY_LOOK_S
+        return MEMORY_CHECK_S
 
     def idle(self) -> bool:
         """Do work that needs no step. Returns True if more of it can be done without waiting.

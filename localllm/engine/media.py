@@ -42,7 +42,7 @@ Embeddings = NDArray[np.float32]
 # its hash.
 _DECODED_BYTES = 128 * 10**6
 # Largest file of embeddings that is read: those of 16,384 tokens of 16,384 numbers.
-_MOST_FILE_BYTES = 1 << 30
+_MAX_FILE_BYTES = 1 << 30
 _EMBEDDINGS_BYTES = 256 * 10**6
 _FOLDER_BYTES = 2 * 10**9
 MAX_MEDIA = 64
@@ -188,7 +188,7 @@ class Encoder:
             return None
         file = self._folder / f"{run.key.hex()}.image"
         try:
-            data = paths.file_bytes(file, _MOST_FILE_BYTES)
+            data = paths.file_bytes(file, _MAX_FILE_BYTES)
             file.touch()
         except OSError:
             return None

@@ -55,7 +55,7 @@ class FieldRange:
 
 _SHARE = FieldRange(0, 1)
 _PENALTY = FieldRange(-2, 2)
-_LOOKED_AT = "number of latest tokens to consider; -1 = all tokens of the context"
+_WINDOW_HELP = "number of latest tokens to consider; -1 = all tokens of the context"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Sampling:
     min_p: Annotated[float, _SHARE] = 0.05
     typical_p: Annotated[float, _SHARE] = 1.0
     repeat_penalty: Annotated[float, FieldRange(0, 10, above=True)] = 1.0
-    repeat_last_n: Annotated[int, FieldRange(-1, MAX_TOKENS, _LOOKED_AT)] = 64
+    repeat_last_n: Annotated[int, FieldRange(-1, MAX_TOKENS, _WINDOW_HELP)] = 64
     presence_penalty: Annotated[float, _PENALTY] = 0.0
     frequency_penalty: Annotated[float, _PENALTY] = 0.0
     seed: Annotated[
@@ -87,7 +87,7 @@ class Sampling:
     dry_base: Annotated[float, FieldRange(1, 100, preset=False, reported=False)] = 1.75
     dry_allowed_length: Annotated[int, FieldRange(0, MAX_TOKENS, preset=False, reported=False)] = 2
     dry_penalty_last_n: Annotated[
-        int, FieldRange(-1, MAX_TOKENS, _LOOKED_AT, preset=False, reported=False)
+        int, FieldRange(-1, MAX_TOKENS, _WINDOW_HELP, preset=False, reported=False)
     ] = 64
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     xtc_probability: Annotated[

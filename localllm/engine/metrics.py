@@ -115,7 +115,7 @@ _PAUSE_S = 0.1
 # The first steps read memory-mapped weights from the file, so the first span is not counted.
 _WARMING_SPANS = 1
 # A start is measured with this many spans; after that the tracker stops.
-ENOUGH_SPANS = 8
+SPANS_PER_START = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class DecodeSpeedTracker:
     @property
     def enough(self) -> bool:
         """True if the tracker has all the spans it keeps."""
-        return len(self.spans) >= ENOUGH_SPANS
+        return len(self.spans) >= SPANS_PER_START
 
     def observe(self, depth: int, seconds: float) -> None:
         """Record a decode step that has just ended: it took `seconds` at a depth of `depth` tokens."""

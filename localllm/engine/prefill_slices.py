@@ -27,7 +27,7 @@ from localllm_backends.contract import Backend, BackendFailure, InterruptedStepE
 # A prompt does not wait for the sliced prompt if it has less to read than this share of the rest of
 # the sliced prompt. Before this limit, 600 tokens waited for 30,000. With it, a prompt waits for at
 # most twice its own tokens.
-_MUCH_LESS = 0.5
+_SHORTER_SHARE = 0.5
 
 
 @dataclass
@@ -123,9 +123,9 @@ class SlicedPrefill:
 
     def _waits_for_slices(self, job: RunningRequest) -> bool:
         """True if the job waits until the sliced prompt is read. This holds for long prompts,
-        unless they have much less to read (`_MUCH_LESS`)."""
+        unless they have much less to read (`_SHORTER_SHARE`)."""
         left = self._stop - self._start - self._read
-        return self._is_long(job) and job.pending >= _MUCH_LESS * left
+        return self._is_long(job) and job.pending >= _SHORTER_SHARE * left
 
     def _goes_first(self, job: RunningRequest) -> bool:
         """True if the job's tenant has received fewer tokens than the tenant of the sliced prompt.

@@ -278,7 +278,7 @@ class RunningRequest:
 
 
 # Few texts have more characters per token.
-_MOST_TOKEN_CHARS = 8
+_MAX_TOKEN_CHARS = 8
 
 
 def running_request(
@@ -335,7 +335,7 @@ def running_request(
         job.max_tokens = min(room, generation.max_tokens)
     if generation.prediction:
         # An answer can't be longer than the context. Megabytes would take seconds here.
-        likely = generation.prediction[: _MOST_TOKEN_CHARS * backend.info.n_ctx]
+        likely = generation.prediction[: _MAX_TOKEN_CHARS * backend.info.n_ctx]
         job.predicted = backend.tokenize(likely, special=False)
     if generation.loops is not None:
         job.loop_guard = LoopGuard(generation.loops)

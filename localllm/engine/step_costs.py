@@ -184,11 +184,11 @@ _STEPS = 31
 _MIN_STEPS = 5
 # Assumed noise as a share of a step's time. It is smaller if the step was slower than expected: a
 # chunk that is too large stalls streams, while one too small costs little. A step slower than
-# `_MAX_DEARER` times the expected time (kernels are loaded, another program runs) counts as that
+# `_MAX_SLOWDOWN` times the expected time (kernels are loaded, another program runs) counts as that
 # much.
-_DEARER = 0.05
-_CHEAPER = 0.15
-_MAX_DEARER = 2.0
+_SLOWER_NOISE = 0.05
+_FASTER_NOISE = 0.15
+_MAX_SLOWDOWN = 2.0
 # By the next step the costs may change by this share. The cost of a token grows with its depth (5 %
 # per chunk, early in a long prompt). The fixed part changes by this share of the cost of
 # `_FIXED_TOKENS` tokens.
@@ -238,12 +238,12 @@ class PrefillCost:
         """Learn that `steps` steps with `n_tokens` tokens together took `seconds`."""
         thought_s = self.seconds(n_tokens, steps)
         if thought_s:
-            seconds = min(seconds, _MAX_DEARER * thought_s)
+            seconds = min(seconds, _MAX_SLOWDOWN * thought_s)
         else:
             self._unsure = np.diag([_FIXED, 1 / n_tokens]) ** 2 * seconds**2
         had = np.array([steps, n_tokens])
         difference = seconds - thought_s
-        noise_s = (_DEARER if difference > 0 else _CHEAPER) * seconds
+        noise_s = (_SLOWER_NOISE if difference > 0 else _FASTER_NOISE) * seconds
         covariance = self._unsure @ had
         gain = covariance / (had @ covariance + noise_s**2)
         fixed_s = self._fixed_s + float(gain[0]) * difference

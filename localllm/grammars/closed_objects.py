@@ -19,10 +19,10 @@ _NAMES_MEMBERS = ("properties", "patternProperties")
 # llguidance does not count the members of a closed object.
 _OPENS = ("additionalProperties", "unevaluatedProperties", "minProperties", "maxProperties")
 # An object that is described through more references than this leaves the schema unchanged.
-_MOST_REFERENCES = 64
+_MAX_REFERENCES = 64
 # No path within a schema has more steps, because a body may nest less deeply.
-_MOST_STEPS = 200
-_MOST_DEPTH = 8
+_MAX_STEPS = 200
+_MAX_DEPTH = 8
 
 
 class _TooManyReferencesError(Exception):
@@ -40,7 +40,7 @@ def closed(schema: Any) -> Any:
 def pointed_to(pointer: str, root: Any) -> Any:
     """The part of `root` that a JSON pointer without its first / leads to (RFC 6901), or None."""
     found = root
-    for part in pointer.split("/", _MOST_STEPS):
+    for part in pointer.split("/", _MAX_STEPS):
         if not isinstance(found, Mapping):
             return None
         found = found.get(part.replace("~1", "/").replace("~0", "~"))
@@ -115,7 +115,7 @@ class _Closing:
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         self._n_references += 1
-        if self._n_references > _MOST_REFERENCES or depth > _MOST_DEPTH:
+        if self._n_references > _MAX_REFERENCES or depth > _MAX_DEPTH:
             raise _TooManyReferencesError
         if reference == "#":
             return self._root

@@ -28,8 +28,8 @@ from localllm.limited_child import (
 SHORT_CHARS = 4096
 _LIMITS = ChildLimits(cpu_s=1.0, memory_bytes=96 * 2**20)
 # Longest wait for the child, which checks one schema at a time, and for its answer.
-MOST_WAIT_S = 1.0
-_MOST_ELAPSED_S = 5.0
+MAX_WAIT_S = 1.0
+_MAX_ELAPSED_S = 5.0
 # Longer schemas are not cached.
 _CACHED_CHARS = 2**17
 _SMALLER = "send a smaller one, or ask for JSON without a schema"
@@ -70,8 +70,8 @@ def enforceable(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None
 
 
 def _by_child(text: str) -> tuple[json_schema.Schema, tuple[str, ...]]:
-    until_s = time.monotonic() + _MOST_ELAPSED_S
-    if not _TURN.acquire(timeout=MOST_WAIT_S):
+    until_s = time.monotonic() + _MAX_ELAPSED_S
+    if not _TURN.acquire(timeout=MAX_WAIT_S):
         raise BusyError("another request's large schema is being checked", retry_after_s=1.0)
     try:
         schema, words = CHILD.ask(text, wanted=lambda: time.monotonic() < until_s)

@@ -11,7 +11,7 @@ from localllm.grammars.deep_stack import on_deep_stack
 # Cost limits for making a grammar: about a second (llguidance counts its own steps).
 _FUEL = 2_000_000
 _SIZE = 100_000
-_MOST_CHARS = 1000
+_MAX_CHARS = 1000
 _NOT_KNOWN = re.compile(r"Unimplemented keys: \[(.*?)\]")
 _BLAMED = re.compile(r"\bfor '(\$?\w+)'|(\$?\w+) must be an? ")
 UNSATISFIABLE = "Unsatisfiable schema"
@@ -57,7 +57,7 @@ def reason_of(message: str) -> Reason:
     """The reason for a rejected grammar (from an error) or for ignored keywords (from a
     warning)."""
     # It may contain a name of the schema, or the answer so far.
-    message = message[:_MOST_CHARS]
+    message = message[:_MAX_CHARS]
     unknown = _NOT_KNOWN.search(message)
     if unknown is not None:
         words = tuple(re.findall(r'"([^"]+)"', unknown[1]))

@@ -37,7 +37,7 @@ NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 NOT_COMPARED = frozenset({"uniqueItems"})
 # Keywords of draft 3, which llguidance ignores, and those that no grammar can enforce.
 _PASSED_OVER = ("disallow", "divisibleBy", "extends", *NOT_COMPARED)
-_SAYS_NOTHING = (("uniqueItems", False), ("required", True), ("required", False))
+_NO_EFFECT = (("uniqueItems", False), ("required", True), ("required", False))
 # Lookaround and backreferences, which automata do not support.
 _BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\\k<")
 # A character class in an expression. Escaped characters before it are skipped.
@@ -51,7 +51,7 @@ def convert_node(node: Any, refused: set[str]) -> Any:
     if not isinstance(node, dict):
         return node
     out = {word: _inside(word, value, refused) for word, value in node.items()}
-    for word, value in _SAYS_NOTHING:
+    for word, value in _NO_EFFECT:
         if out.get(word) is value:
             del out[word]
     if "oneOf" in out:

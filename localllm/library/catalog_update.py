@@ -196,7 +196,7 @@ def _row(variant: Variant) -> dict[str, Any]:
     estimates them again."""
     row: dict[str, Any] = {"repo": variant.repo}
     size = "bytes" if variant.exact else "about"
-    if variant.source == variants.OF_THE_HUB:
+    if variant.source == variants.HUB_SOURCE:
         row["source"] = variant.source
     if variant.is_folder:
         row["quant"] = variant.quant

@@ -10,20 +10,20 @@ from localllm.addresses import is_loopback
 from localllm.errors import DownloadError, UsageError
 from localllm.library import hub
 
-_MOST_BYTES = foreign_json.MOST_BYTES
+_MAX_BYTES = foreign_json.MAX_BYTES
 
 
 def read(place: str) -> bytes:
     """Return the contents of the file at `place`.
 
     Raises UsageError for an address that is not encrypted or a file that can't be read, and
-    DownloadError if the address does not answer with a file of at most `foreign_json.MOST_BYTES`.
+    DownloadError if the address does not answer with a file of at most `foreign_json.MAX_BYTES`.
     """
     scheme = urlsplit(place).scheme
     if scheme in ("http", "https"):
         return _fetched(place)
     try:
-        return paths.file_bytes(Path(place).expanduser(), _MOST_BYTES)
+        return paths.file_bytes(Path(place).expanduser(), _MAX_BYTES)
     except (OSError, ValueError) as e:
         raise UsageError(
             f"{place} can't be read: {e}", hint="give the path or the https:// address of a file"

@@ -273,7 +273,7 @@ def disk_error(error: OSError, path: Path) -> DownloadError:
 _WINDOW_S = 10.0
 _SAMPLE_S = 0.1
 # A time left is given after bytes were measured for so long.
-_LEAST_S = 2.0
+_MIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +327,7 @@ class DownloadMeter:
         if elapsed > 0 and done > before:
             speed = (done - before) / elapsed
         # The first blocks arrive slowly: a time from them alone is hours for a small file.
-        if speed and elapsed >= _LEAST_S:
+        if speed and elapsed >= _MIN_S:
             eta = (self.total_bytes - done) / speed
         self._on_progress(DownloadProgress(state, file, done, self.total_bytes, speed, eta, digest))
 

@@ -26,7 +26,7 @@ _USUAL = (
     "Q4_K_M", "UD-Q4_K_XL", "Q4_K_S", "IQ4_XS", "Q4_0", "Q4_1", "MXFP4", "MXFP4_MOE", "4BIT",
     "Q5_K_M", "Q6_K", "Q8_0",
 )  # fmt: skip
-OF_THE_HUB = "hf-api"
+HUB_SOURCE = "hf-api"
 _OTHER_REPO_HINT = "look for a repository whose name ends in -GGUF, or for one of mlx-community"
 # If a header is unreadable or not a model's, the next file is tried. This limits the headers read.
 _MAX_HEADERS = 3
@@ -162,7 +162,7 @@ def model_of(listing: Listing, candidates: Sequence[Selection], hint: str | None
 
 def listed(selection: Selection, listing: Listing) -> Variant:
     """The catalog Variant for these files of a listing, including their projector."""
-    variant = replace(selection.variant(listing.repo), source=OF_THE_HUB)
+    variant = replace(selection.variant(listing.repo), source=HUB_SOURCE)
     projector = projector_of(listing, selection.files[0].name)
     if projector is None:
         return variant

@@ -40,7 +40,7 @@ _NOT_PLAIN = (
 )
 _ASSISTANT = "gemma4-assistant"
 # Entries of a folder that are looked at.
-_MOST_ENTRIES = 1000
+_MAX_ENTRIES = 1000
 _DRAFTER_WORD = re.compile(r"[-_.](dflash|dspark|eagle-?3|speculator)")
 _KINDS = ("eagle3", "dflash", _ASSISTANT)
 
@@ -228,8 +228,8 @@ def _folders_beside(local: LocalModel) -> list[Path]:
     """
     found = []
     try:
-        found = [path for path in islice(local.path.iterdir(), _MOST_ENTRIES) if path.is_dir()]
-        for path in islice(local.path.parent.iterdir(), _MOST_ENTRIES):
+        found = [path for path in islice(local.path.iterdir(), _MAX_ENTRIES) if path.is_dir()]
+        for path in islice(local.path.parent.iterdir(), _MAX_ENTRIES):
             word = _DRAFTER_WORD.search(path.name.lower())
             if word and local.path.name.lower().startswith(path.name[: word.start()].lower()):
                 found.append(path)

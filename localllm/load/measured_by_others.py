@@ -21,9 +21,9 @@ from localllm_backends import registry
 from localllm_catalog.errors import CatalogError
 from localllm_catalog.types import Model
 
-_MOST_ROWS = 20_000
-_MOST_CHARS = 4096
-_MOST_TOK_S = 1e7
+_MAX_ROWS = 20_000
+_MAX_CHARS = 4096
+_MAX_TOK_S = 1e7
 # Two machines of one kind report sizes of their memory that differ by what the firmware takes.
 _SAME_MEMORY = 0.1
 # A figure above the roofline by more than the error of the known bandwidth is wrong.
@@ -60,7 +60,7 @@ class SharedRow:
     def __post_init__(self) -> None:
         rates = (self.decode_tok_s, self.short_tok_s, self.prefill_tok_s)
         counts = (self.depth, self.short_depth, self.prompt_tokens, self.n_batch)
-        if not all(0 <= rate < _MOST_TOK_S for rate in rates) or self.decode_tok_s <= 0:
+        if not all(0 <= rate < _MAX_TOK_S for rate in rates) or self.decode_tok_s <= 0:
             raise ValueError("a speed is not that of a measurement")
         if min(counts) < 0 or self.file_bytes <= 0 or self.device_memory_bytes <= 0:
             raise ValueError("a size is negative")
@@ -69,12 +69,12 @@ class SharedRow:
 
 
 def rows_of(text: bytes) -> tuple[list[SharedRow], int]:
-    """Return the usable rows of a file, at most `_MOST_ROWS`, and the number of its other lines."""
+    """Return the usable rows of a file, at most `_MAX_ROWS`, and the number of its other lines."""
     lines = [line for line in text.splitlines() if line.strip()]
     found = []
-    for line in lines[:_MOST_ROWS]:
+    for line in lines[:_MAX_ROWS]:
         try:
-            row = json_store.record(SharedRow, parse(line, _MOST_CHARS).value)
+            row = json_store.record(SharedRow, parse(line, _MAX_CHARS).value)
         except MalformedError:
             continue
         if row is not None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from localllm import json_store, paths
 from localllm_catalog.types import Model
 
-_MOST_LOSSES = 256
+_MAX_LOSSES = 256
 # A measurement with a larger error (nats) says less than the published losses do.
-_MOST_ERROR_NATS = 0.02
+_MAX_ERROR_NATS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ def read_losses() -> list[MeasuredLoss]:
 def keep_loss(loss: MeasuredLoss) -> bool:
     """Store `loss` in place of an earlier one of the same quant, unless its error is too large.
     Return whether it was stored."""
-    if not loss.error <= _MOST_ERROR_NATS:
+    if not loss.error <= _MAX_ERROR_NATS:
         return False
     name = loss.model, loss.quant
     others = [other for other in read_losses() if (other.model, other.quant) != name]
-    kept = [*others[-(_MOST_LOSSES - 1) :], loss]
+    kept = [*others[-(_MAX_LOSSES - 1) :], loss]
     json_store.write(losses_file(), {"losses": [asdict(one) for one in kept]})
     return True
 

@@ -15,8 +15,8 @@ from localllm.library import names
 
 Shapes = Mapping[str, tuple[int, ...]]
 _MAX_HEADER_BYTES = 100 * 2**20
-_OF_LAYER = re.compile(r"\blayers\.(\d+)\.(.+)")
-_BITS_OF_A_WORD = 32
+_LAYER_MODULE = re.compile(r"\blayers\.(\d+)\.(.+)")
+_WORD_BITS = 32
 _BITS = (2, 3, 4, 5, 6, 8)
 
 
@@ -50,7 +50,7 @@ def fits(folder: Path, model: Path) -> bool:
 
 def _layer(name: str) -> tuple[int, str]:
     """Return the number of the layer of a tensor (-1: none), and its name in the layer."""
-    found = _OF_LAYER.search(name)
+    found = _LAYER_MODULE.search(name)
     if found is None:
         return -1, name
     return int(found[1]), found[2]
@@ -68,7 +68,7 @@ def _fits_weight(half: str, shape: tuple[int, ...], rank: Any, weights: Shapes, 
         return False
     sizes = [n_in]
     if f"{place}.scales" in weights:
-        sizes = [n_in * _BITS_OF_A_WORD // bits for bits in _BITS]
+        sizes = [n_in * _WORD_BITS // bits for bits in _BITS]
     return shape in [(size, rank) for size in sizes]
 
 

@@ -30,7 +30,7 @@ Available = Callable[[], int | None]
 
 _PAUSE_SHARE = 0.5
 _LEAVE_SHARE = 0.25
-_LOOK_S = 0.25
+_CHECK_S = 0.25
 
 
 def judge(available_bytes: int | None, headroom_bytes: int, before: Pressure = "none") -> Pressure:
@@ -126,7 +126,7 @@ class MemoryGuard:
         was read."""
         if self.headroom_bytes <= 0 or (now_s < self._next_look_s and not force):
             return False
-        self._next_look_s = now_s + _LOOK_S
+        self._next_look_s = now_s + _CHECK_S
         self.available_bytes = self.available()
         self.pressure = self.system_pressure() or judge(
             self.available_bytes, self.headroom_bytes, self.pressure

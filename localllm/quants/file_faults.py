@@ -16,7 +16,7 @@ from localllm_catalog.gguf import GgufHeader, SkippedArray, TensorInfo, Value
 
 # Q2_K is stored with 2.6 bits a weight and Q3_K with 3.4; a mixture has at least the bits of its
 # base type.
-_MUCH_FEWER = 0.85
+_MIN_BITS_SHARE = 0.85
 _TOKENS = "tokenizer.ggml.tokens"
 _TEMPLATE = "tokenizer.chat_template"
 # Keys that do not change what the model computes, or that are compared in another way.
@@ -30,7 +30,7 @@ _NORM = re.compile(r"blk\.(\d+)\.(attn_norm|ffn_norm|attn_norm_2|post_attention_
 _F32_BYTES = 4
 _LARGEST_NORM_BYTES = 1 << 20
 _SAME = 1e-3
-_MOST_LISTED = 3
+_MAX_LISTED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def own_faults(header: GgufHeader, quant: str) -> list[Fault]:
     if not total or not stated:
         return []
     bits = sum(n * quants.GGUF_TYPES[name].bits for name, n in weights.items()) / total
-    if bits >= _MUCH_FEWER * stated:
+    if bits >= _MIN_BITS_SHARE * stated:
         return []
     most = max(weights, key=weights.__getitem__)
     text = (
@@ -158,8 +158,8 @@ def _layer_faults(header: GgufHeader, exact: GgufHeader, other: str) -> Iterator
 
 
 def _listed(texts: list[str]) -> str:
-    if len(texts) > _MOST_LISTED:
-        return f"{', '.join(texts[:_MOST_LISTED])} and {len(texts) - _MOST_LISTED} more"
+    if len(texts) > _MAX_LISTED:
+        return f"{', '.join(texts[:_MAX_LISTED])} and {len(texts) - _MAX_LISTED} more"
     return ", ".join(texts)
 
 

@@ -18,10 +18,10 @@ from localllm_backends.contract import LoadSpec
 BLOCK_TOKENS = 512
 # Without a number of blocks, measuring ends when the error of the KL divergence (or of the
 # perplexity, without a reference) is below this share of it, or after the most blocks.
-_ENOUGH_SHARE = 0.05
-_FEWEST_BLOCKS = 4
-_MOST_BLOCKS = 32
-_LOOK_S = 0.5
+_TARGET_ERROR_SHARE = 0.05
+_MIN_BLOCKS = 4
+_MAX_BLOCKS = 32
+_POLL_S = 0.5
 
 
 @cache
@@ -109,10 +109,10 @@ class QualityFigures:
     @property
     def is_enough(self) -> bool:
         """True if the error is small enough to stop."""
-        if len(self.blocks) < _FEWEST_BLOCKS:
+        if len(self.blocks) < _MIN_BLOCKS:
             return False
         watched = self.kl if self.has_reference else self._mean("nll")
-        return watched.error is not None and watched.error <= _ENOUGH_SHARE * watched.value
+        return watched.error is not None and watched.error <= _TARGET_ERROR_SHARE * watched.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def _follow(
 ) -> None:
     """Add the program's messages to `found` until its end, or until the error is small enough."""
     n_blocks = 0
-    for message in program.messages(_LOOK_S):
+    for message in program.messages(_POLL_S):
         if "differs" in message:
             found.differs = message["differs"]
             found.has_reference = False
@@ -195,6 +195,6 @@ def _as_json(order: QualityOrder, store: str) -> dict[str, Any]:
         "reference": reference,
         "text": order.text,
         "block_tokens": order.block_tokens,
-        "most_blocks": order.blocks or _MOST_BLOCKS,
+        "most_blocks": order.blocks or _MAX_BLOCKS,
         "store": store,
     }

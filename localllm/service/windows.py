@@ -26,7 +26,7 @@ from localllm.service.types import call as run_program
 # winerror.h: SCHED_S_TASK_RUNNING, and the code of a task that has not run yet.
 _NO_EXIT_CODE = (0x41301, 0x41303)
 # Ask PowerShell, because schtasks.exe answers in the language of the system.
-_ASK_STATE = f"""\
+_STATE_SCRIPT = f"""\
 $t = Get-ScheduledTask -TaskName '{NAME}' -ErrorAction SilentlyContinue
 if (-not $t) {{ '{{}}'; exit 0 }}
 $i = $t | Get-ScheduledTaskInfo
@@ -78,7 +78,7 @@ class WindowsTasks:
 
     def state(self) -> State:
         """Read the state with PowerShell's ScheduledTasks."""
-        said = self._ask("powershell", "-NoProfile", "-NonInteractive", "-Command", _ASK_STATE)
+        said = self._ask("powershell", "-NoProfile", "-NonInteractive", "-Command", _STATE_SCRIPT)
         return parse_state(said)
 
     def log_command(self, lines: int, follow: bool) -> list[str]:
@@ -122,7 +122,7 @@ def task(service: Service, user: str) -> str:
 
 
 def parse_state(text: str) -> State:
-    """Parse the JSON that `_ASK_STATE` prints. Raises ServiceError for other texts."""
+    """Parse the JSON that `_STATE_SCRIPT` prints. Raises ServiceError for other texts."""
     try:
         answer = json.loads(text)
         state = str(answer.get("state", ""))

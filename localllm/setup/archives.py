@@ -24,8 +24,8 @@ from localllm.setup.host import Version
 _WANTED = re.compile(
     r"(lib[\w.+-]+\.so(\.\d+){0,3}|lib[\w.+-]+\.dylib|[\w.+-]+\.dll|LICENSE[\w.-]*)", re.ASCII
 )
-_MOST_FILES = 400
-MOST_BYTES = 8 << 30
+_MAX_FILES = 400
+MAX_BYTES = 8 << 30
 _LONGEST_NAME = 120
 _GLIBC = re.compile(rb"GLIBC_2\.(\d{1,3})\0")
 # mach-o/loader.h
@@ -44,7 +44,7 @@ class _Member:
     target: str = ""
 
 
-def unpack(archive: Path, folder: Path, most_bytes: int = MOST_BYTES) -> None:
+def unpack(archive: Path, folder: Path, most_bytes: int = MAX_BYTES) -> None:
     """Unpack the libraries of `archive` (.zip or .tar.gz) into `folder`, up to `most_bytes`.
 
     Raises SetupError if the archive is damaged, too large, or holds no library.
@@ -73,7 +73,7 @@ def _take(members: Iterator[_Member], folder: Path, most_bytes: int) -> int:
     total_bytes = 0
     for member in members:
         total_bytes += member.size_bytes
-        if len(files) + len(links) >= _MOST_FILES or total_bytes > most_bytes:
+        if len(files) + len(links) >= _MAX_FILES or total_bytes > most_bytes:
             raise ValueError("it holds more than an engine has")
         if member.open is None:
             links[member.name] = member.target

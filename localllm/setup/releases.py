@@ -21,7 +21,7 @@ TAG = re.compile(r"latest|v\d{1,4}(\.\d{1,4}){1,3}|b\d{3,7}")
 _POINTER = "nightly-tag.txt"
 _SHA256 = re.compile(r"sha256:([0-9a-f]{64})")
 # The archives with CUDA's own libraries have half a gigabyte.
-_MOST_BYTES = 4 << 30
+_MAX_BYTES = 4 << 30
 _NAME = re.compile(
     r"llama-(?P<tag>[bv][\d.]+)-bin-(?P<system>ubuntu|macos|win)"
     r"(?:-(?P<kind>cpu|cuda|rocm|vulkan|hip-radeon))?(?:-(?P<version>\d+(?:\.\d+)+))?"
@@ -112,7 +112,7 @@ def _asset(row: Mapping[str, Any]) -> Asset | None:
     digest = _SHA256.fullmatch(str(row.get("digest") or ""))
     name = str(row["name"])
     size_bytes = int(row["size"])
-    if digest is None or not 0 < size_bytes <= _MOST_BYTES:
+    if digest is None or not 0 < size_bytes <= _MAX_BYTES:
         return None
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}", name):
         return None

@@ -165,11 +165,11 @@ _TEXT = frozenset({
     "notes", "params_note", "kind",
     "repo", "quant", "file", "mmproj", "source",
 })  # fmt: skip
-_AT_LEAST_ONE = frozenset(
+_POSITIVE_FIELDS = frozenset(
     {"params", "active", "layers", "hidden", "heads", "head_dim", "vocab", "context", "count"}
 )
 _MAX_LAYERS = 2_048
-_MOST = 1 << 50
+_MAX_COUNT = 1 << 50
 
 
 def _check_values(table: Mapping[str, Any], where: str) -> None:
@@ -177,8 +177,8 @@ def _check_values(table: Mapping[str, Any], where: str) -> None:
         if key in _TEXT and not isinstance(value, str):
             raise BadCatalogError(f"{where}: {key} is {value!r}, not text")
         if isinstance(value, int | float) and not isinstance(value, bool):
-            least = int(key in _AT_LEAST_ONE)
-            most = _MAX_LAYERS if key == "layers" else _MOST
+            least = int(key in _POSITIVE_FIELDS)
+            most = _MAX_LAYERS if key == "layers" else _MAX_COUNT
             if not least <= value <= most:
                 raise BadCatalogError(
                     f"{where}: {key} is {value}, not a number from {least} to {most:,}"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.contention import CpuContention, of_this_process
-from localllm.engine.metrics import ENOUGH_SPANS, DecodeSpeedTracker
+from localllm.engine.metrics import SPANS_PER_START, DecodeSpeedTracker
 
 
 class Machine:
@@ -62,7 +62,7 @@ def test_without_data_on_other_programs_every_step_counts() -> None:
     pace = machine.pace()
     for i in range(1000):
         machine.step(pace, i, 0.01)
-    assert len(pace.spans) == ENOUGH_SPANS
+    assert len(pace.spans) == SPANS_PER_START
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 0.3), st.floats(0, 3), st.floats(0, 2)), max_size=200))
@@ -78,7 +78,7 @@ def test_a_span_is_never_shorter_than_a_step_nor_longer_than_the_longest(
     for span in pace.spans:
         assert min(taken) <= span.step_s <= max(taken)
         assert 0 <= span.depth < len(steps)
-    assert len(pace.spans) <= ENOUGH_SPANS
+    assert len(pace.spans) <= SPANS_PER_START
 
 
 def test_cpu_time_of_other_programs_never_decreases() -> None:

@@ -38,7 +38,7 @@ def test_a_schema_that_takes_too_long_to_check_is_refused() -> None:
 
 
 def test_one_large_schema_is_checked_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loosening, "MOST_WAIT_S", 0.0)
+    monkeypatch.setattr(loosening, "MAX_WAIT_S", 0.0)
     begun = threading.Event()
     ask = loosening.CHILD.ask
     refused: list[Exception] = []

@@ -24,10 +24,10 @@ from localllm_backends.llamacpp.context import mapped_at
 _SYSTEM = Path("/")
 _PAGE_BYTES = 4096
 _PIECE_BYTES = 4 * 2**20  # 1 to 10 ms of work, the longest delay of a request
-_LOOK_BYTES = 256 * 2**20  # bytes to scan per call if all of them stay in the file
+_SCAN_BYTES = 256 * 2**20  # bytes to scan per call if all of them stay in the file
 _FIRST_INTERVAL_S = 60.0
-_AMPLE = 2  # required spare memory, as a multiple of the mapped bytes
-_MOSTLY = 0.9  # minimum share of used small pages in a piece. Less would load unused data.
+_MIN_SPARE_RATIO = 2  # required spare memory, as a multiple of the mapped bytes
+_MIN_USED_SHARE = 0.9  # minimum share of used small pages in a piece. Less would load unused data.
 _PRESENT = 1 << 63  # Documentation/admin-guide/mm/pagemap.rst
 _PROT_READ = 1
 _PROT_WRITE = 2
@@ -87,7 +87,7 @@ class HugeWeights:
             # The system can drop a file's pages when memory is short, but not ours. So there must
             # be ample spare memory.
             mapped_bytes = sum(stop - start for start, stop in mapped_at(self._path))
-            ample = spare_bytes is None or spare_bytes >= _AMPLE * mapped_bytes
+            ample = spare_bytes is None or spare_bytes >= _MIN_SPARE_RATIO * mapped_bytes
             self._round = self._pieces() if ample else iter(())
         address, n_bytes = next(self._round, (0, 0))
         if not address or (n_bytes and not self._replace(address, n_bytes)):
@@ -108,7 +108,7 @@ class HugeWeights:
                 first = -(-start // self._page) * self._page
                 for at in range(first, stop - piece + 1, piece):
                     used = _in_use(pagemap, at, piece)
-                    if used or (at - first) % _LOOK_BYTES == 0:
+                    if used or (at - first) % _SCAN_BYTES == 0:
                         yield at, piece * used
 
     def _replace(self, address: int, n_bytes: int) -> bool:
@@ -148,7 +148,7 @@ def _in_use(pagemap: BinaryIO, address: int, n_bytes: int) -> bool:
     before."""
     pagemap.seek(address // _PAGE_BYTES * 8)
     entries = memoryview(pagemap.read(n_bytes // _PAGE_BYTES * 8)).cast("Q")
-    return sum(entry & _PRESENT != 0 for entry in entries) >= _MOSTLY * len(entries)
+    return sum(entry & _PRESENT != 0 for entry in entries) >= _MIN_USED_SHARE * len(entries)
 
 
 @cache

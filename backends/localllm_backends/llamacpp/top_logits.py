@@ -2,7 +2,7 @@
 several streams.
 
 llama.cpp's samplers on devices (llama.h: "backend sampling", experimental) are chains bound to a
-sequence. Our chain is a top-k of `KEPT`, and a softmax if a draw depends on the weight of all
+sequence. Our chain is a top-k of `TOP_K`, and a softmax if a draw depends on the weight of all
 tokens. The token is chosen on the host (candidates.py), so that seeds and filters work as usual. If
 the top k do not determine it, the full row is read from the device. To bind or unbind a chain,
 llama.cpp reserves its graphs again, which takes a few milliseconds. So a sequence that recently
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from localllm_backends.candidates import Rows, TopKChooser, TopRows, may_decide, unlimited
 from localllm_backends.values import Chunk, SequenceId
 
-KEPT = 256
+TOP_K = 256
 # With fewer streams, reading full rows costs less than the work on the device. Once on, it stays on
 # down to two streams. A draw that weighs all tokens is so costly on the host that one stream is
 # enough.
@@ -47,7 +47,7 @@ class _Chain:
         # Kept alive as long as llama.cpp may call them.
         self._interfaces: list[Any] = []
         self._add(self._custom(self._keep_row))
-        self._add(llama.llama_sampler_init_top_k(KEPT))
+        self._add(llama.llama_sampler_init_top_k(TOP_K))
         if weigh_all:
             self._add(self._custom(self._weigh_candidates))
 
@@ -121,7 +121,7 @@ class TopLogits:
     def prepare(self, chunks: Sequence[Chunk]) -> list[int]:
         """Prepare a step of `chunks`. Returns the indices of chunks whose top-k logits the device
         selects."""
-        if not (self.enabled or self._chains) or self._n_vocab <= KEPT:
+        if not (self.enabled or self._chains) or self._n_vocab <= TOP_K:
             return []
         self._steps += 1
         outputs = [c for c in chunks if c.outputs]
@@ -140,7 +140,7 @@ class TopLogits:
         """
         weigh_all: dict[SequenceId, bool] = {}
         for chunk in outputs:
-            if not (chunk.top_k_suffices and may_decide(chunk.sample, KEPT)):
+            if not (chunk.top_k_suffices and may_decide(chunk.sample, TOP_K)):
                 self._full_row_at[chunk.sequence] = self._steps
             full_row_at = self._full_row_at.get(chunk.sequence, -_PATIENCE)
             if self._steps - full_row_at >= _PATIENCE:
@@ -186,7 +186,7 @@ class TopLogits:
         last = np.cumsum(counts, axis=0)[numbers] - 1
         ends, rows = last.T
         llama.llama_synchronize(context)
-        if llama.llama_get_sampled_candidates_count_ith(context, int(ends[0])) != KEPT:
+        if llama.llama_get_sampled_candidates_count_ith(context, int(ends[0])) != TOP_K:
             # This device leaves the selection to the host. Don't try again.
             self.enabled = False
             return [None] * len(chunks)
@@ -195,7 +195,7 @@ class TopLogits:
             at = rows[which]
             first = function(context, int(ends[which][0]))
             read_rows = self._rows(first, kind, int(at[0]), int(at[-1]) + 1)
-            return read_rows[at - at[0], :KEPT]
+            return read_rows[at - at[0], :TOP_K]
 
         every = np.ones(len(numbers), dtype=np.bool_)
         totals = np.zeros(len(numbers))

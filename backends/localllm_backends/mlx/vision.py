@@ -56,7 +56,7 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # Number of images whose layout is cached, because the prompt is laid out again in every turn.
 _LAID_OUT = 1024
 # Sides are rounded up to full patches.
-_A_LITTLE_LESS = 0.98
+_ROUNDING_MARGIN = 0.98
 _BLANK = ImagePixels(32, 32, bytes(3 * 32 * 32), b"blank")
 _WITHOUT = "load the model without images: `--images off`"
 
@@ -158,7 +158,7 @@ class ImageEncoder:
             if n <= MAX_IMAGE_TOKENS:
                 return inputs
             height, width = inputs["pixel_values"].shape[-2:]
-            share = _A_LITTLE_LESS * math.sqrt(MAX_IMAGE_TOKENS / n)
+            share = _ROUNDING_MARGIN * math.sqrt(MAX_IMAGE_TOKENS / n)
             smaller = (max(1, int(width * share)), max(1, int(height * share)))
             image = image.resize(smaller)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # How the chat asks the starter model: docs/models.md has the figures of `benchmarks.starter`.
 _SYSTEM = "Answer the question in one or two short sentences."
 _SAMPLING = {"temperature": 0.2, "top_p": 0.9, "repeat_penalty": 1.1}
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _PATIENCE_S = 1.0
 _STOP_S = 10.0
 
@@ -226,7 +226,7 @@ def _wait(engine: OwnEngine) -> None:
     if not sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
     try:
-        while not engine.wait(_LOOK_S):
+        while not engine.wait(_POLL_S):
             line.show(f"{text} {engine.progress().share:4.0%}")
     finally:
         line.show("")

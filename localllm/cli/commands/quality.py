@@ -12,7 +12,7 @@ from localllm.cli.commands.shared import Json, Quiet, installed_names, print_jso
 from localllm.errors import UsageError
 from localllm.plain_output import print_lines
 
-_MOST_TEXT_BYTES = 16 << 20
+_MAX_TEXT_BYTES = 16 << 20
 
 
 def quality(
@@ -103,7 +103,7 @@ def _read(text: Path | None) -> str:
     if text is None:
         return ""
     try:
-        return paths.file_bytes(text, _MOST_TEXT_BYTES).decode(errors="replace")
+        return paths.file_bytes(text, _MAX_TEXT_BYTES).decode(errors="replace")
     except OSError as e:
         raise UsageError(
             f"{text} can't be read: {e.strerror}", hint="give a text file of at most 16 MiB"

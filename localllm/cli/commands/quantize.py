@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from localllm.quants.make import QuantWish
 
 # A list of more kinds of tensors is no help.
-_MOST_LISTED = 6
+_MAX_LISTED = 6
 
 
 def quantize(
@@ -145,9 +145,9 @@ def _print_facts(
     sizes = f"{byte_size(found.size_bytes)} instead of {before}, in {span(seconds)}"
     print(f"{found.name} {found.quant}: {sizes}", file=sys.stderr)
     if larger:
-        texts = [kind.text for kind in larger[:_MOST_LISTED]]
-        if len(larger) > _MOST_LISTED:
-            texts.append(f"{len(larger) - _MOST_LISTED} more kinds (--json lists all)")
+        texts = [kind.text for kind in larger[:_MAX_LISTED]]
+        if len(larger) > _MAX_LISTED:
+            texts.append(f"{len(larger) - _MAX_LISTED} more kinds (--json lists all)")
         print(f"larger than {wish.quant}: {'; '.join(texts)}", file=sys.stderr)
     name = found.name if is_listed else str(found.path)
     print(f"run it: `localllm chat -m {name}`", file=sys.stderr)

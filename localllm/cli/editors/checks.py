@@ -19,8 +19,8 @@ import httpx
 from localllm.cli.editors.recipes import ClientTarget, Probe
 from localllm.errors import BackendError
 
-_HI = [{"role": "user", "content": "Say hi."}]
-_ASK = [{"role": "user", "content": "Write a note that says hi."}]
+_QUESTION = [{"role": "user", "content": "Say hi."}]
+_TOOL_QUESTION = [{"role": "user", "content": "Write a note that says hi."}]
 _NOTE: Mapping[str, Any] = {
     "name": "note",
     "description": "Write a note.",
@@ -95,7 +95,7 @@ def checks(probe: Probe, model: str) -> tuple[ClientCheck, ...]:
 
 
 def _chat_checks(model: str) -> tuple[ClientCheck, ...]:
-    body = {"model": model, "messages": _HI, "max_tokens": 4}
+    body = {"model": model, "messages": _QUESTION, "max_tokens": 4}
     streaming = {**body, "stream": True, "stream_options": {"include_usage": True}}
     whole_answer = _call("POST", "/v1/chat/completions", body, '"finish_reason"')
     stream = _call("POST", "/v1/chat/completions", streaming, '"prompt_tokens"')
@@ -112,7 +112,7 @@ def _responses_checks(model: str) -> tuple[ClientCheck, ...]:
 
 
 def _messages_checks(model: str) -> tuple[ClientCheck, ...]:
-    counted = {"model": model, "messages": _HI}
+    counted = {"model": model, "messages": _QUESTION}
     streaming = {**counted, "max_tokens": 4, "stream": True}
     stream = _call("POST", "/v1/messages", streaming, "message_stop")
     count = _call("POST", "/v1/messages/count_tokens", counted, "input_tokens")
@@ -124,7 +124,7 @@ def _messages_checks(model: str) -> tuple[ClientCheck, ...]:
 
 
 def _ollama_checks(model: str) -> tuple[ClientCheck, ...]:
-    body = {"model": model, "messages": _HI, "options": {"num_predict": 4, "num_ctx": 4096}}
+    body = {"model": model, "messages": _QUESTION, "options": {"num_predict": 4, "num_ctx": 4096}}
     version = _call("GET", "/api/version", None, "version")
     facts = _call("POST", "/api/show", {"model": model}, "capabilities")
     return (
@@ -163,7 +163,12 @@ def _posted(client: httpx.Client, path: str, body: Mapping[str, Any]) -> list[di
 def _chat_loop(client: httpx.Client, model: str) -> None:
     tools = [{"type": "function", "function": _NOTE}]
     ask = {"model": model, "tools": tools, "stream": True}
-    forced = {**ask, "messages": _ASK, "tool_choice": "required", "max_tokens": _CALL_TOKENS}
+    forced = {
+        **ask,
+        "messages": _TOOL_QUESTION,
+        "tool_choice": "required",
+        "max_tokens": _CALL_TOKENS,
+    }
     call: dict[str, str] = {"id": "", "name": "", "arguments": ""}
     for event in _posted(client, "/v1/chat/completions", forced):
         for choice in event.get("choices", ()):
@@ -179,7 +184,7 @@ def _chat_loop(client: httpx.Client, model: str) -> None:
         "tool_calls": [{"id": call["id"], "type": "function", "function": function}],
     }
     result = {"role": "tool", "tool_call_id": call["id"], "content": _RESULT}
-    back = {**ask, "messages": [*_ASK, made, result], "max_tokens": _ANSWER_TOKENS}
+    back = {**ask, "messages": [*_TOOL_QUESTION, made, result], "max_tokens": _ANSWER_TOKENS}
     events = _posted(client, "/v1/chat/completions", back)
     choices = chain.from_iterable(event.get("choices", ()) for event in events)
     _check_end(any(choice.get("finish_reason") for choice in choices))
@@ -187,13 +192,18 @@ def _chat_loop(client: httpx.Client, model: str) -> None:
 
 def _responses_loop(client: httpx.Client, model: str) -> None:
     ask = {"model": model, "tools": [{"type": "function", **_NOTE}], "stream": True, "store": False}
-    forced = {**ask, "input": _ASK, "tool_choice": "required", "max_output_tokens": _CALL_TOKENS}
+    forced = {
+        **ask,
+        "input": _TOOL_QUESTION,
+        "tool_choice": "required",
+        "max_output_tokens": _CALL_TOKENS,
+    }
     events = _posted(client, "/v1/responses", forced)
     items = [e["item"] for e in events if e.get("type") == "response.output_item.done"]
     call = next((i for i in items if i["type"] == "function_call"), {"name": "", "arguments": ""})
     _check_call(call["name"], call["arguments"])
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": _RESULT}
-    back = {**ask, "input": [*_ASK, *items, result], "max_output_tokens": _ANSWER_TOKENS}
+    back = {**ask, "input": [*_TOOL_QUESTION, *items, result], "max_output_tokens": _ANSWER_TOKENS}
     ends = ("response.completed", "response.incomplete")
     _check_end(any(e.get("type") in ends for e in _posted(client, "/v1/responses", back)))
 
@@ -205,7 +215,12 @@ def _messages_loop(client: httpx.Client, model: str) -> None:
         "input_schema": _NOTE["parameters"],
     }
     ask = {"model": model, "tools": [tool], "stream": True}
-    forced = {**ask, "messages": _ASK, "tool_choice": {"type": "any"}, "max_tokens": _CALL_TOKENS}
+    forced = {
+        **ask,
+        "messages": _TOOL_QUESTION,
+        "tool_choice": {"type": "any"},
+        "max_tokens": _CALL_TOKENS,
+    }
     name = call_id = arguments = ""
     for event in _posted(client, "/v1/messages", forced):
         block = event.get("content_block", {})
@@ -217,7 +232,11 @@ def _messages_loop(client: httpx.Client, model: str) -> None:
     _check_call(name, arguments)
     made = {"type": "tool_use", "id": call_id, "name": name, "input": json.loads(arguments)}
     result = {"type": "tool_result", "tool_use_id": call_id, "content": _RESULT}
-    turns = [*_ASK, {"role": "assistant", "content": [made]}, {"role": "user", "content": [result]}]
+    turns = [
+        *_TOOL_QUESTION,
+        {"role": "assistant", "content": [made]},
+        {"role": "user", "content": [result]},
+    ]
     back = {**ask, "messages": turns, "max_tokens": _ANSWER_TOKENS}
     events = _posted(client, "/v1/messages", back)
     _check_end(any(e.get("type") == "message_stop" for e in events))
@@ -228,7 +247,7 @@ def _ollama_loop(client: httpx.Client, model: str) -> None:
     # Ollama's API has no field that forces a call. This one is our addition.
     forced = {
         **ask,
-        "messages": _ASK,
+        "messages": _TOOL_QUESTION,
         "tool_choice": "required",
         "options": {"num_predict": _CALL_TOKENS},
     }
@@ -243,7 +262,11 @@ def _ollama_loop(client: httpx.Client, model: str) -> None:
         "tool_name": _NOTE["name"],
         "content": _RESULT,
     }
-    back = {**ask, "messages": [*_ASK, made, result], "options": {"num_predict": _ANSWER_TOKENS}}
+    back = {
+        **ask,
+        "messages": [*_TOOL_QUESTION, made, result],
+        "options": {"num_predict": _ANSWER_TOKENS},
+    }
     lines = _posted(client, "/api/chat", back)
     for line in lines:
         if "error" in line:

@@ -24,7 +24,7 @@ _SHOWN = 12
 # Columns of a row without the names of machine and model and without the quant.
 _FIGURE_COLUMNS = 30
 _QUANT_COLUMNS = 12
-_ROOM_FOR_QUANT = 100
+_MIN_QUANT_WIDTH = 100
 
 
 def answer(
@@ -106,7 +106,7 @@ class _MachineTable:
     """The table's columns. A narrow terminal has no room for the quant."""
 
     def __init__(self, offers: Sequence[PricedMachine]) -> None:
-        self._with_quant = width() >= _ROOM_FOR_QUANT
+        self._with_quant = width() >= _MIN_QUANT_WIDTH
         free = width() - _FIGURE_COLUMNS
         if self._with_quant:
             free -= _QUANT_COLUMNS + 1

@@ -17,7 +17,7 @@ from localllm.planner.types import Plan
 _TOKENS = re.compile(r"(\d{1,12})([kM]?)")
 _FACTORS = {"": 1, "k": 1024, "M": 1024**2}
 # More tokens than any model was trained for.
-_MOST_TOKENS = 100 * 1024**2
+_MAX_TOKENS = 100 * 1024**2
 
 
 def tokens_of(text: str) -> int:
@@ -26,7 +26,7 @@ def tokens_of(text: str) -> int:
     tokens = 0
     if match is not None:
         tokens = int(match[1]) * _FACTORS[match[2]]
-    if not 0 < tokens <= _MOST_TOKENS:
+    if not 0 < tokens <= _MAX_TOKENS:
         raise UsageError(
             f"--fits {text}: not a number of tokens",
             hint="for example --fits 256k or --fits 1M",

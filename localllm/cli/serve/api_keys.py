@@ -26,7 +26,7 @@ from localllm.errors import LocalLLMError, UsageError
 if TYPE_CHECKING:
     from localllm.server.http.accounts import NamedKey
 
-_KEPT = ("requests_per_minute", "tokens_per_minute", "parallel", "share_cache", "admin", "kv")
+_KEY_FIELDS = ("requests_per_minute", "tokens_per_minute", "parallel", "share_cache", "admin", "kv")
 _MIN_KEY_CHARS = 16
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.IGNORECASE)
 
@@ -124,7 +124,7 @@ def _key(name: str, table: dict[str, Any]) -> NamedKey:
         digest = bytes.fromhex(fields["sha256"])
     else:
         raise UsageError(f"sha256 in {where} must be 64 hexadecimal digits")
-    return NamedKey(name, digest, **{key: fields[key] for key in _KEPT})
+    return NamedKey(name, digest, **{key: fields[key] for key in _KEY_FIELDS})
 
 
 def _secret(fields: dict[str, Any], where: str) -> str:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("localllm.server")
 # The disk is scanned again if a list is requested this long after the last scan. For an unknown
-# name, the interval is `_LOOK_AGAIN_S`.
+# name, the interval is `_RESCAN_S`.
 _FRESH_S = 10.0
-_LOOK_AGAIN_S = 1.0
+_RESCAN_S = 1.0
 
 
 Offered: TypeAlias = tuple[LocalModel, ServedModel]
@@ -83,7 +83,7 @@ class DiskModels:
 
     def rescan(self) -> bool:
         """See InstalledModels."""
-        if time.monotonic() - self._looked_s <= _LOOK_AGAIN_S:
+        if time.monotonic() - self._looked_s <= _RESCAN_S:
             return False
         self.look()
         return True

@@ -21,12 +21,12 @@ BLOCK = 64
 # The greatest logits are searched for in about this many groups of tokens with a fixed stride.
 # numpy computes maxima over columns twelve times as fast as over pieces of a row.
 _GROUPS = 4096
-# Tokens more than _FAR (in nats) below the greatest have negligible weight. After this many
-# halvings of the range few logits are left in it.
-_FAR = 100.0
+# Tokens more than _NEGLIGIBLE_NATS (in nats) below the greatest have negligible weight. After this
+# many halvings of the range few logits are left in it.
+_NEGLIGIBLE_NATS = 100.0
 _HALVINGS = 12
 # If the greatest logit is closer to 0 than this, e^logit fits into single precision.
-_ROOM = 60.0
+_MAX_EXPONENT = 60.0
 _ONES = np.ones(BLOCK, dtype=np.float32)
 _kept = threading.local()
 
@@ -88,7 +88,7 @@ def base_of(best: float) -> float:
     """The base to subtract from a row's logits; 0 if e^logit fits into single precision without
     it.
     """
-    if abs(best) < _ROOM:
+    if abs(best) < _MAX_EXPONENT:
         return 0.0
     return best
 
@@ -130,7 +130,7 @@ def fewest(row: Row, weights: Row, goal: float) -> Row:
     """
     mask = buffer("mask", len(row))
     high = float(row.max())
-    low = high - _FAR
+    low = high - _NEGLIGIBLE_NATS
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         np.greater(row, np.float32(middle), out=mask)

@@ -37,11 +37,11 @@ from localllm_backends.contract import Backend, BackendFailure, NoCellsError
 # as the part of the prompt that a step reads.
 _PART_TOKENS = 256
 # tokens. A shorter rest of a prompt is always computed here.
-_LEAST_TOKENS = _PART_TOKENS
+_MIN_TOKENS = _PART_TOKENS
 # The cost of reading a prompt here while streams decode.
 _WITH_STREAMS = 2.0
 # tokens. A shorter beginning is not copied, unless the whole prompt is read there.
-_LEAST_SHARED_TOKENS = 1024
+_MIN_SHARED_TOKENS = 1024
 # A copy is waited for this many times as long as reading the beginning here takes: the other server
 # may have to read it first, and others wait for it too.
 _COPY_PATIENCE = 2.0
@@ -89,7 +89,7 @@ class Conductor:
     def begin(self, wanted: WantedKv, *, streams: bool) -> KvFetch | None:
         """Begin to fetch the KV that is `wanted`; None if the prompt is to be read here."""
         n_tokens = wanted.n_tokens
-        if not self.peers or n_tokens < _LEAST_TOKENS or not self._can_follow(wanted):
+        if not self.peers or n_tokens < _MIN_TOKENS or not self._can_follow(wanted):
             return None
         weight = _WITH_STREAMS if streams else 1.0
         usable = [peer for peer in self.peers if peer.takes(len(wanted.prompt))]
@@ -106,7 +106,7 @@ class Conductor:
         The servers of a pool have the same keys, so the salt means the same to them.
         """
         n_tokens = wanted.n_tokens
-        if n_tokens < _LEAST_SHARED_TOKENS or not self._can_follow(wanted):
+        if n_tokens < _MIN_SHARED_TOKENS or not self._can_follow(wanted):
             return None
         by_name = {peer.name: peer for peer in self.pool if peer.takes(len(wanted.prompt))}
         for name in names:

@@ -22,7 +22,7 @@ from localllm.engine.transfer import frames, wire
 from localllm.engine.transfer.errors import TransferError
 from localllm.engine.transfer.peer import KvAnswer, KvPeer
 
-_MOST_WAITING = 6
+_MAX_WAITING = 6
 # While streams decode, the thread rests this many times as long as a piece took, at most `_REST_S`.
 _RESTS = 3.0
 _REST_S = 0.02
@@ -30,7 +30,7 @@ _REST_S = 0.02
 _SPARE_BYTES = 2**20
 _SPARE_STATE_BYTES = 2**28
 # bytes. The limit for a token if the context's memory grows with use.
-_MOST_TOKEN_BYTES = 2**19
+_MAX_TOKEN_BYTES = 2**19
 
 
 class FetchedBlock(NamedTuple):
@@ -189,7 +189,7 @@ class KvFetch:
         if self.whole or self.lacks_state:
             n_tokens = len(self.wanted.prompt)
             spare_bytes = _SPARE_STATE_BYTES
-        token_bytes = 2 * self.token_bytes or _MOST_TOKEN_BYTES
+        token_bytes = 2 * self.token_bytes or _MAX_TOKEN_BYTES
         return int(token_bytes * n_tokens) + 4 * len(self.wanted.prompt) + spare_bytes
 
     def _handle(self, frame: wire.Frame) -> None:
@@ -223,7 +223,7 @@ class KvFetch:
                 "a block is damaged, or another one than was asked for", reason="damaged"
             )
         with self._room:
-            while len(self._blocks) >= _MOST_WAITING and not self._left:
+            while len(self._blocks) >= _MAX_WAITING and not self._left:
                 self._room.wait()
             if self._left:
                 return

@@ -27,7 +27,7 @@ STATE = b"stat"
 DONE = b"done"
 FAIL = b"fail"
 PADS = b"pads"
-MOST_PADS_BYTES = 2**20
+MAX_PADS_BYTES = 2**20
 FRAME = struct.Struct("<4sQ")
 
 

@@ -26,9 +26,9 @@ _CONNECT_S = 2.0
 # seconds. A server that failed is left out for the first time, then for twice as long after each
 # further failure in a row.
 _FIRST_PAUSE_S = 2.0
-_MOST_PAUSE_S = 60.0
+_MAX_PAUSE_S = 60.0
 _PROBE_BYTES = 2**20
-_MOST_ERROR_BYTES = 2**16
+_MAX_ERROR_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class KvPeer:
     def failed(self, error: TransferError) -> None:
         """Leave the server out for a while, and report the failure unless it was reported."""
         self._not_before_s = self.clock() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
+        self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
         if not self._failing:
             self._failing = True
             # Part of the text comes from the other server.
@@ -203,7 +203,7 @@ def _refusal(answer: httpx.Response) -> str:
     body = b""
     for piece in answer.iter_bytes():
         body += piece
-        if len(body) > _MOST_ERROR_BYTES:
+        if len(body) > _MAX_ERROR_BYTES:
             break
     try:
         message = wire.Frame(b"", memoryview(body)).words()["error"]["message"]

@@ -16,7 +16,7 @@ from localllm.engine.transfer.frames import (
     FAIL,
     FRAME,
     HEAD,
-    MOST_PADS_BYTES,
+    MAX_PADS_BYTES,
     PADS,
     STATE,
 )
@@ -27,8 +27,8 @@ BLOCK_TOKENS = 64
 # blocks that may be computed and not yet be read by the other server.
 CREDITS = 12
 # bytes. A frame that is not a block has at most this length.
-_MOST_WORDS_BYTES = 64 * 2**10
-_MOST_BYTES = {HEAD: _MOST_WORDS_BYTES, DONE: _MOST_WORDS_BYTES, FAIL: _MOST_WORDS_BYTES}
+_MAX_WORDS_BYTES = 64 * 2**10
+_MAX_BYTES = {HEAD: _MAX_WORDS_BYTES, DONE: _MAX_WORDS_BYTES, FAIL: _MAX_WORDS_BYTES}
 
 
 class Frame(NamedTuple):
@@ -60,10 +60,10 @@ class FrameReader:
 
     def __init__(self, most_block_bytes: int) -> None:
         self._limits = {
-            **_MOST_BYTES,
+            **_MAX_BYTES,
             BLOCK: most_block_bytes,
             STATE: most_block_bytes,
-            PADS: MOST_PADS_BYTES,
+            PADS: MAX_PADS_BYTES,
         }
         self._begun = b""
         self._kind = b""

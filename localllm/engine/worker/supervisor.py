@@ -224,7 +224,7 @@ _SILENT_SHARE = 0.05
 # twice the patience.
 _TIMES_LONGEST = 100.0
 _KNOWS_AFTER_STEPS = 20
-_MAX_BETWEEN_LOOKS_S = 15.0
+_MAX_POLL_S = 15.0
 
 
 def effort_of(pid: int) -> float:
@@ -291,7 +291,7 @@ async def watch(engine: EngineClient, patience_s: float) -> None:
 
     `patience_s` 0: never. The process is not checked while no caller waits for it.
     """
-    between_s = min(patience_s / 10, _MAX_BETWEEN_LOOKS_S)
+    between_s = min(patience_s / 10, _MAX_POLL_S)
     dog: Watchdog | None = None
     silent_since: float | None = None
     while engine.alive:

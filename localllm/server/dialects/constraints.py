@@ -23,8 +23,8 @@ Constraint: TypeAlias = tuple[str, str]
 # Types of the constraints in a body.
 SchemaSource: TypeAlias = dict[str, Any] | str
 RegexSource = Annotated[str, Field(max_length=1 << 16)]
-_MOST_CHARS = 1 << 18
-GrammarSource = Annotated[str, Field(max_length=_MOST_CHARS)]
+_MAX_CHARS = 1 << 18
+GrammarSource = Annotated[str, Field(max_length=_MAX_CHARS)]
 ChoiceTexts = Annotated[list[str], Field(max_length=4096)]
 
 
@@ -91,10 +91,10 @@ def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise RequestError(f"{where} must be a list of at least one text", param=where)
     n_chars = sum(map(len, texts))
-    if n_chars > _MOST_CHARS:
+    if n_chars > _MAX_CHARS:
         raise RequestError(
             f"the texts of {where} have {n_chars:,} characters together; the limit is "
-            f"{_MOST_CHARS:,}",
+            f"{_MAX_CHARS:,}",
             param=where,
         )
     return "regex", "|".join(map(re.escape, texts))

@@ -11,7 +11,7 @@ from localllm.conversation.template import TemplateError
 from localllm.engine.messages import SharedPrefix
 
 # characters. A shorter prompt has fewer tokens than are worth a question to another server.
-_LEAST_CHARS = 1024
+_MIN_CHARS = 1024
 # A question that no client asks. Two prompts differ from its first character on.
 _PROBE = "\u2402"
 
@@ -27,7 +27,7 @@ async def shared_beginning(
     """The beginning of `prompt` that does not depend on the user's messages, which `servers` may
     have. Returns None without servers, and if the template can't render such a prompt."""
     system = [*takewhile(lambda message: message["role"] == "system", messages)]
-    if not servers or len(prompt) < _LEAST_CHARS:
+    if not servers or len(prompt) < _MIN_CHARS:
         return None
     try:
         other = await render([*system, {"role": "user", "content": _PROBE}])

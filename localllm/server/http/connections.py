@@ -29,7 +29,7 @@ from localllm.server.http.asgi import CONNECTION, App, Receive, Scope, Send
 from localllm.server.http.peer_user import is_own_user
 from localllm.server.http.settings import ServerSettings
 
-_LOOK_S = 1.0
+_MIN_PROBE_S = 1.0
 _BEGINNING = b"HTTP/1.1 "
 _ABSOLUTE = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)
 _SLASHES = re.compile("/{2,}")
@@ -268,7 +268,7 @@ class Connection(H11Protocol):
             self._begun = min(self._begun + 1, len(_BEGINNING))
         for probe in self.probes:
             probe()
-        self.loop.call_later(seconds, self._probe, sock, max(_LOOK_S, 2 * seconds))
+        self.loop.call_later(seconds, self._probe, sock, max(_MIN_PROBE_S, 2 * seconds))
 
     def _without_beginning(self, event: Any) -> bytes | None:
         """h11's `send`, without the characters of the response that `_probe` has already sent."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 from contextvars import ContextVar
 
 HEADER = "x-localllm-kv-from"
-MOST_SERVERS = 3
-_MOST_BYTES = 1024
+MAX_SERVERS = 3
+_MAX_BYTES = 1024
 _NAMED: ContextVar[tuple[str, ...]] = ContextVar("localllm-kv-servers", default=())
 
 
 def note_kv_servers(sent: bytes | None) -> None:
     """Keep the names in the header of the current request, if it is valid."""
     names: tuple[str, ...] = ()
-    if sent and len(sent) <= _MOST_BYTES and sent.isascii():
-        names = tuple(name.strip() for name in sent.decode().split(",")[:MOST_SERVERS])
+    if sent and len(sent) <= _MAX_BYTES and sent.isascii():
+        names = tuple(name.strip() for name in sent.decode().split(",")[:MAX_SERVERS])
     _NAMED.set(names)
 
 

@@ -20,7 +20,7 @@ from localllm import paths
 from localllm.errors import PortInUseError, UsageError
 from localllm.server.http.settings import TlsFiles
 
-_FIRST_GIVEN = 3
+_FIRST_INHERITED_FD = 3
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -137,7 +137,7 @@ def inherited() -> list[socket.socket]:
     if os.name != "posix" or pid != str(os.getpid()) or not count.isdecimal():
         return []
     found = []
-    for descriptor in range(_FIRST_GIVEN, _FIRST_GIVEN + int(count)):
+    for descriptor in range(_FIRST_INHERITED_FD, _FIRST_INHERITED_FD + int(count)):
         try:
             sock = socket.socket(fileno=descriptor)
             listens = bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

@@ -14,8 +14,8 @@ from localllm.engine.messages import MAX_ADAPTERS, Generation, Sampling
 from localllm.engine.transfer.frames import (
     DONE,
     HEAD,
+    MAX_PADS_BYTES,
     MEDIA_TYPE,
-    MOST_PADS_BYTES,
     pads_frame,
     words_frame,
 )
@@ -33,7 +33,7 @@ from localllm.server.kv_transfer.sending import KvResponse, KvSending
 from localllm.server.models.served import ServedModel
 from localllm.server.serving import Server
 
-_MOST_SALT_CHARS = 1024
+_MAX_SALT_CHARS = 1024
 
 
 class KvDiffersError(
@@ -59,9 +59,9 @@ class KvFields(RequestBody):
     tokens: list[TokenId] = Field(max_length=2**22)
     identity: dict[str, str] = Field(max_length=16)
     start: int = Field(0, ge=0)
-    salt: str = Field("", max_length=_MOST_SALT_CHARS)
+    salt: str = Field("", max_length=_MAX_SALT_CHARS)
     adapters: list[KvAdapter] = Field(default_factory=list, max_length=MAX_ADAPTERS)
-    pads: int = Field(0, ge=0, le=MOST_PADS_BYTES)
+    pads: int = Field(0, ge=0, le=MAX_PADS_BYTES)
 
 
 def routes(server: Server) -> Paths:

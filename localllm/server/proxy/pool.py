@@ -37,7 +37,7 @@ from localllm.server.http.asgi import Receive, Scope, Send
 from localllm.server.http.client_signs import signs_of
 from localllm.server.http.gate import SecurityGate
 from localllm.server.http.json_body import process_body, read_body, release_body
-from localllm.server.http.kv_servers import MOST_SERVERS
+from localllm.server.http.kv_servers import MAX_SERVERS
 from localllm.server.http.prometheus import CONTENT_TYPE, labels, metric
 from localllm.server.http.settings import ServerSettings
 from localllm.server.proxy.relay import (
@@ -187,7 +187,7 @@ def kv_holders(
     working = [node for node in nodes if now_s - node.failed_s >= _FAILED_S]
     order = sorted(working, key=partial(_weight, system))
     before = takewhile(lambda node: node is not asking, order)
-    return [urlsplit(node.url).netloc for node in before][:MOST_SERVERS]
+    return [urlsplit(node.url).netloc for node in before][:MAX_SERVERS]
 
 
 def _weight(key: bytes, node: PoolNode) -> bytes:

@@ -34,7 +34,7 @@ from localllm_tui.control.tools import ToolBox, approval_texts, stream_with_tool
 
 CONTEXT_WARNING = 0.85
 # Interval of the checks whether the engine is loaded.
-LOOK_S = 0.2
+POLL_S = 0.2
 # Ctrl+C quits if it is pressed twice within this time.
 QUIT_WITHIN_S = 2.0
 # The server knows how the model performs after an answer or two.
@@ -410,7 +410,7 @@ class ChatController:
 
     async def _learn_once_loaded(self) -> None:
         while not self.client.ready:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             self.face.changed()
         ended = EngineProgress()
         if self.client.engine is not None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # A slow machine may read a long prompt for minutes: only connecting has a limit, the user can stop
 # the rest.
 _CONNECT_S = 5.0
-_LOOK_S = 0.05
+_POLL_S = 0.05
 # Field names that servers use for a model's context length; our server's name is first.
 _CONTEXT_FIELDS = (
     "context_length",
@@ -154,10 +154,10 @@ class ChatClient:
                 last_status = words
                 yield WaitNote(last_status)
             if self._http is None:
-                # Reading httpx's code takes 0.2 s on a busy machine. After the load, the first token
-                # would wait for it.
+                # Reading httpx's code takes 0.2 s on a busy machine. After the load, the first
+                # token would wait for it.
                 await asyncio.to_thread(self._open)
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             progress = self.engine.progress()
         if progress.error is not None and (
             progress.down or (last_status and model == self.engine.model)

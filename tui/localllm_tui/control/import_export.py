@@ -102,8 +102,8 @@ def _folded(title: str, *parts: str) -> str:
     return "\n\n".join([f"<details><summary>{title}</summary>", *parts, "</details>"])
 
 
-_MOST_BYTES = 256 << 20
-_MOST_VALUES = 20_000_000
+_MAX_BYTES = 256 << 20
+_MAX_VALUES = 20_000_000
 # The most names of unreadable parts in a note.
 _NAMED = 3
 _KNOWN = (
@@ -140,7 +140,7 @@ def import_file(history: History, path: Path, model: str) -> Imported:
     contains no conversation.
     """
     try:
-        found = parse(_contents(path), most_chars=_MOST_BYTES, most_values=_MOST_VALUES)
+        found = parse(_contents(path), most_chars=_MAX_BYTES, most_values=_MAX_VALUES)
     except MalformedError as e:
         raise UsageError(f"{path} is not a conversation: {e.message}", hint=_KNOWN) from e
     read = [*foreign_exports.conversations(found)]
@@ -195,7 +195,7 @@ def _contents(path: Path) -> bytes:
     """The bytes of a file. Raises UsageError if it can't be read or is too large."""
     file = path.expanduser()
     try:
-        return paths.file_bytes(file, _MOST_BYTES)
+        return paths.file_bytes(file, _MAX_BYTES)
     except (OSError, ValueError) as e:
         reason = getattr(e, "strerror", None) or e
         raise UsageError(f"{path} can't be read: {reason}", hint=_KNOWN) from e

@@ -10,7 +10,7 @@ from localllm import paths
 from localllm.errors import UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
-_MOST_CHARS = 1_000_000
+_MAX_CHARS = 1_000_000
 
 
 class Prompts:
@@ -29,8 +29,8 @@ class Prompts:
                 f"{name!r} can't be the name of a prompt",
                 hint="use letters, digits, - and _: /save-prompt review TEXT",
             )
-        if len(text) > _MOST_CHARS:
-            raise UsageError(f"a prompt can have at most {_MOST_CHARS:,} characters")
+        if len(text) > _MAX_CHARS:
+            raise UsageError(f"a prompt can have at most {_MAX_CHARS:,} characters")
         try:
             paths.private_dir(self._folder)
             paths.write_private(self._folder / f"{name}.md", text)
@@ -42,7 +42,7 @@ class Prompts:
         if name not in names:
             raise UsageError(f"there is no prompt {name}", hint=_hint(name, names))
         try:
-            return paths.file_text(self._folder / f"{name}.md")[:_MOST_CHARS]
+            return paths.file_text(self._folder / f"{name}.md")[:_MAX_CHARS]
         except (OSError, UnicodeDecodeError) as e:
             raise UsageError(f"the prompt {name} can't be read: {e}") from e
 

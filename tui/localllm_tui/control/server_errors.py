@@ -13,8 +13,8 @@ from localllm_tui.control.terminal import one_line
 
 _TITLE = re.compile(r"<title[^>]*>([^<]{1,200})</title>", re.IGNORECASE)
 _PAGE = re.compile(r"\s*<(!doctype|html|\?xml)", re.IGNORECASE)
-_MOST_CHARS = 200
-_MOST_BYTES = 4000  # of a page, that are searched for its title
+_MAX_CHARS = 200
+_MAX_BYTES = 4000  # of a page, that are searched for its title
 # A server may ask a client to wait, in seconds, with these statuses.
 _BUSY = (429, 503)
 _NO_KEY = (401, 403)
@@ -42,10 +42,10 @@ def _error(status: int, body: bytes) -> LocalLLMError:
         said = _sentence(told.get(name))
         if said:
             return by_code("backend_error", f"{answered}: {said}")
-    text = body[:_MOST_BYTES].decode("utf-8", "replace")
+    text = body[:_MAX_BYTES].decode("utf-8", "replace")
     if _PAGE.match(text):
         text = _title(status, text)
-    text = text.strip()[:_MOST_CHARS]
+    text = text.strip()[:_MAX_CHARS]
     if text:
         return by_code("backend_error", f"{answered}: {text}")
     return by_code("backend_error", answered)

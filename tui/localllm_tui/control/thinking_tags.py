@@ -5,7 +5,7 @@ from __future__ import annotations
 _OPEN = "<think>"
 _CLOSE = "</think>"
 # Characters before an opening tag. A longer beginning is text, since each piece is looked at again.
-_MOST_BLANKS = 100
+_MAX_BLANKS = 100
 
 
 class ThinkingTags:
@@ -46,7 +46,7 @@ class ThinkingTags:
         if begin.startswith(_OPEN):
             self._state = "thinking"
             return begin.removeprefix(_OPEN).lstrip()
-        if _OPEN.startswith(begin) and len(text) <= _MOST_BLANKS:
+        if _OPEN.startswith(begin) and len(text) <= _MAX_BLANKS:
             self._kept = text
             return ""
         self._state = "text"

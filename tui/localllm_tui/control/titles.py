@@ -14,7 +14,7 @@ from localllm_tui.control.stream_events import (
 )
 from localllm_tui.control.terminal import printable
 
-_ASK = (
+_TITLE_PROMPT = (
     "Give this conversation a title of two to six words. "
     "Answer with the title alone, without quotes."
 )
@@ -42,7 +42,7 @@ async def generate(client: ChatClient, model: str, session: Session) -> None:
     conv_id = session.id
     turns = list(session.turns)
     text = ""
-    messages = [*session.context(), {"role": "user", "content": _ASK}]
+    messages = [*session.context(), {"role": "user", "content": _TITLE_PROMPT}]
     try:
         # The conversation is in the server's prefix cache, so this costs few tokens; typing cancels
         # it.

@@ -22,7 +22,7 @@ from localllm_tui.bindings import HasKeys
 from localllm_tui.control import command_actions, commands, wording
 from localllm_tui.control.answering import AnswerDisplay, PendingAnswer
 from localllm_tui.control.attachments import dropped_files, files_and_folders, typed_in
-from localllm_tui.control.chat import LOOK_S, ChatController
+from localllm_tui.control.chat import POLL_S, ChatController
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.face import Allowed
 from localllm_tui.control.keys import CHAT
@@ -373,7 +373,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         """Plan what the page of the first run offers. That takes half a second of a core, so the
         model is loaded first, and a question that waits for it is answered."""
         while not self.chat.client.ready:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         first_run = self.chat.first_run
         if first_run is not None and not self.chat.session.turns:
             await first_run.plan(self.chat.plans)

@@ -50,7 +50,7 @@ from localllm_tui.widgets.slider import Slider
 
 T = TypeVar("T")
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 # Rows are shown this long after they were planned, at most.
 ARRIVED_S = 0.1
 # One line of details per this many lines of the screen, because the list is more important.
@@ -172,7 +172,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()
         self._write("#summary", "planning …")
-        self.set_interval(_LOOK_S, self._show_downloads)
+        self.set_interval(_POLL_S, self._show_downloads)
         self.set_interval(ARRIVED_S, self._show_arrived)
         self._replan()
         start(self, self._look_at_disk, "disk")  # known long before the plan

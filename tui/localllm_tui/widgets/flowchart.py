@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from localllm_tui.control.terminal import printable
 
-_MOST_NODES = 60
-_MOST_EDGES = 100
+_MAX_NODES = 60
+_MAX_EDGES = 100
 _LABEL_CELLS = 28
 _HEADER = re.compile(r"(?:flowchart|graph)\b *(?:TD|TB|BT|LR|RL)? *;?$")
 _STYLING = re.compile(r"(style|classDef|class|linkStyle|click|direction)\b")
@@ -92,7 +92,7 @@ class Flowchart:
             sources = targets
 
     def _add(self, first: int, last: int, label: str, edge: re.Match[str]) -> None:
-        if first == last or len(self.edges) == _MOST_EDGES:
+        if first == last or len(self.edges) == _MAX_EDGES:
             raise _UnreadableChartError("an edge from a node to itself, or too many")
         short = " ".join(_texts(label))
         one = ChartEdge(first, last, short, edge["head"] is not None, edge["back"] is not None)
@@ -115,7 +115,7 @@ class Flowchart:
     def _node(self, found: re.Match[str]) -> int:
         number = self._ids.get(found["id"])
         if number is None:
-            if len(self.nodes) == _MOST_NODES:
+            if len(self.nodes) == _MAX_NODES:
                 raise _UnreadableChartError("too many nodes")
             number = self._ids[found["id"]] = len(self.nodes)
             self.nodes.append(ChartNode([printable(found["id"])]))

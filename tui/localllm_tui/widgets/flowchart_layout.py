@@ -16,7 +16,7 @@ from localllm_tui.widgets.flowchart import ChartEdge, ChartNode, Flowchart
 
 _GAPS = (3, 4, 5, 6, 7)  # cells between nodes: with another gap, lines are in other columns
 _SWEEPS = 4
-_MOST_ROWS = 200
+_MAX_ROWS = 200
 
 
 def flowchart_rows(lines: Sequence[str], width: int) -> list[str]:
@@ -153,7 +153,7 @@ class _ChartLayout:
             heights.append(max(self._height(n) for n in rank))
             channels.append(self._channel(rank))
         n_rows = sum(heights) + sum(map(_rows_of, channels))
-        if n_rows > _MOST_ROWS or not all(map(_is_free, channels)):
+        if n_rows > _MAX_ROWS or not all(map(_is_free, channels)):
             return []
         canvas = Canvas(self.width, n_rows)
         y = 0

@@ -12,8 +12,8 @@ from rich.cells import cell_len
 from localllm_tui.control.terminal import printable
 from localllm_tui.widgets.canvas import Canvas
 
-_MOST_STEPS = 80
-_MOST_PARTICIPANTS = 12
+_MAX_STEPS = 80
+_MAX_PARTICIPANTS = 12
 _PARTICIPANT = re.compile(r"(?:create +)?(?:participant|actor) +(\S+)(?: +as +(.+))?$")
 _MESSAGE = re.compile(
     r"([^\s:+-]+?) *(<<-->>|<<->>|-->>|->>|--[x)>]|-[x)>]) *[+-]? *([^\s:]+) *:? *(.*)$"
@@ -70,7 +70,7 @@ class _Sequence:
             self._numbered = self._numbered or line == "autonumber"
             return
         self.steps.append(self._step(line))
-        if len(self.steps) > _MOST_STEPS:
+        if len(self.steps) > _MAX_STEPS:
             raise _UnreadableSequenceError("too long")
 
     def _step(self, line: str) -> _SequenceStep:
@@ -93,7 +93,7 @@ class _Sequence:
 
     def _number(self, name: str) -> int:
         if name not in self._ids:
-            if len(self._ids) == _MOST_PARTICIPANTS:
+            if len(self._ids) == _MAX_PARTICIPANTS:
                 raise _UnreadableSequenceError("too wide")
             self._ids.append(name)
             self._names.append(_plain(name))

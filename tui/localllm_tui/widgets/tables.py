@@ -12,7 +12,7 @@ from localllm_tui.widgets.rows import EMPTY, MarkdownRow, wrapped
 
 # A table is shown as "header: value" rows if a column would be narrower than this and its text
 # wider.
-_LEAST_COLUMN = 6
+_MIN_COLUMN = 6
 
 
 def table_rows(
@@ -48,7 +48,7 @@ def _is_narrow(lines: Sequence[Sequence[Text]], widths: Sequence[int], width: in
     if sum(widths) + 3 * (len(widths) - 1) > width:
         return True
     for column, width_ in zip(zip(*lines, strict=True), widths, strict=True):
-        if width_ < _LEAST_COLUMN and max(map(_cell_width, column)) > width_:
+        if width_ < _MIN_COLUMN and max(map(_cell_width, column)) > width_:
             return True
     return False
 

@@ -120,7 +120,7 @@ UNANSWERED = (
 )
 
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _KEY_LINE = re.compile(r"  F\d+  ")
 
 
@@ -137,7 +137,7 @@ class FirstRunPage(Static):
 
     def on_mount(self) -> None:
         self._look()
-        self.set_interval(_LOOK_S, self._look)
+        self.set_interval(_POLL_S, self._look)
 
     def _look(self) -> None:
         width = self.size.width

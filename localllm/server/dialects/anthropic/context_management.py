@@ -36,7 +36,7 @@ COMPACT = "compact_20260112"
 # The documented defaults of `trigger` and `keep`.
 _TRIGGER_TOKENS = 100_000
 _COMPACT_TRIGGER_TOKENS = 150_000
-_KEPT_USES = 3
+_KEEP_TOOL_USES = 3
 ToolNames = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=512)]
 
 
@@ -87,7 +87,7 @@ class Edit(BodyPart):
         elif self.trigger is not None:
             tokens = self.trigger.value
         at_least = self.clear_at_least.value if self.clear_at_least else None
-        keep = _KEPT_USES
+        keep = _KEEP_TOOL_USES
         if isinstance(self.keep, Threshold) and self.keep.value is not None:
             keep = self.keep.value
         inputs = self.clear_tool_inputs or False

@@ -47,13 +47,13 @@ from localllm.server.serving import TranslatedRequest
 # vocabularies have 262,208 tokens. A million alternatives took 230 MiB, and delayed other clients
 # by seconds.
 _FEW = 20
-MOST_PROBABILITIES = 300_000
+MAX_PROBABILITIES = 300_000
 # llama.cpp's default placeholder for an image.
 MARKER = "<__media__>"
 
 
 # No path of `response_fields` has more steps: the fields of an answer nest less deeply.
-_MOST_STEPS = 16
+_MAX_STEPS = 16
 # An answer belongs to no slot: a later request may use any.
 _ANY_SLOT = -1
 # llama.cpp's samplers that this server does not have, switched off.
@@ -167,9 +167,9 @@ async def _generation(
     longest = first_limit(fields.n_predict, fields.max_tokens)
     asked = fields.n_probs if fields.n_probs is not None else fields.logprobs
     alternatives = min(asked or 0, engine.info.n_vocab)
-    if alternatives > _FEW and (longest is None or alternatives * longest > MOST_PROBABILITIES):
+    if alternatives > _FEW and (longest is None or alternatives * longest > MAX_PROBABILITIES):
         raise RequestError(
-            f"n_probs times n_predict is above {MOST_PROBABILITIES:,}",
+            f"n_probs times n_predict is above {MAX_PROBABILITIES:,}",
             hint=f"send a smaller n_predict, or n_probs up to {_FEW}",
             param="n_probs",
         )
@@ -320,7 +320,7 @@ def selected(body: dict[str, Any], wanted: Sequence[str] | None) -> dict[str, An
     for path in wanted:
         value: Any = body
         try:
-            for name in path.split("/", _MOST_STEPS):
+            for name in path.split("/", _MAX_STEPS):
                 value = value[name]
         except (KeyError, TypeError):
             continue

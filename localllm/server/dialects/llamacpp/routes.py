@@ -29,8 +29,8 @@ from localllm.server.http.json_body import read_json_list
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.serving import Server
 
-_LOOK_S = 0.5
-_LOOKS_PER_KEEPALIVE = 20
+_POLL_S = 0.5
+_POLLS_PER_KEEPALIVE = 20
 # Query parameters in the OpenAPI document.
 _MODEL = {"name": "model", "in": "query", "schema": {"type": "string"}}
 _NO_SLOT = {"name": "fail_on_no_slot", "in": "query", "schema": {"type": "string"}}
@@ -46,8 +46,8 @@ async def changes(models: ModelRouter) -> AsyncIterator[bytes]:
                 sent[m.name] = status
                 event = {"model": m.name, "event": "model_status", "data": status}
                 yield f"data: {json.dumps(event)}\n\n".encode()
-        await asyncio.sleep(_LOOK_S)
-        if look % _LOOKS_PER_KEEPALIVE == 0:
+        await asyncio.sleep(_POLL_S)
+        if look % _POLLS_PER_KEEPALIVE == 0:
             yield b": keepalive\n"
 
 

@@ -38,7 +38,7 @@ _MAX_ENTRIES = 256
 _MAX_BYTES = 64 * 2**20
 # Memory of a value besides the characters of its JSON, about.
 _VALUE_BYTES = 64
-_KEPT = (
+_STORAGE_HINT = (
     "responses are stored in memory and are lost when the server stops; send "
     "the complete conversation"
 )
@@ -52,8 +52,8 @@ _ID_HEADS = {
     "custom_tool_call_output": "ctco",
     "compaction": "cmp",
 }
-# Types of items that hold a compacted conversation; the second is Codex's former name. They are read
-# in compaction.py.
+# Types of items that hold a compacted conversation; the second is Codex's former name. They are
+# read in compaction.py.
 COMPACTIONS = ("compaction", "compaction_summary")
 # Type of the item that asks for a compaction.
 TRIGGER = "compaction_trigger"
@@ -90,7 +90,9 @@ def _typed_part(part: Any) -> Any:
     return part
 
 
-class PreviousResponseError(NotFoundError, code="previous_response_not_found", default_hint=_KEPT):
+class PreviousResponseError(
+    NotFoundError, code="previous_response_not_found", default_hint=_STORAGE_HINT
+):
     """`previous_response_id` names a response that is not stored here, or is no longer stored."""
 
 
@@ -256,7 +258,7 @@ def _resolved(item: Any, where: str, stored_items: dict[str, dict[str, Any]]) ->
         raise RequestError(
             f"{where}: this server does not store the item {item_id[:80]!r}, or another reference "
             "stands for it",
-            hint="send the item itself, or previous_response_id; " + _KEPT,
+            hint="send the item itself, or previous_response_id; " + _STORAGE_HINT,
             param=where,
         )
     return stored_items.pop(item_id)

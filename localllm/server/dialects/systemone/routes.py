@@ -76,11 +76,11 @@ _MAX_FORKS = 512
 # else, so they are refused.
 _MEDIA = Refused("send images as `images`", (None, [], {}, ""))
 _NOT_STREAMED = {"stream": Refused("decisions can't be streamed", (None, False))}
-_ASK = (
+_PROMPT = (
     "Judge what is between the marks, then answer the question behind it.\n"
     "<state>\n{state}\n</state>\n"
 )
-_CHOOSE = "\nAnswer with the letter in front of what fits best, and nothing else."
+_PROMPT_END = "\nAnswer with the letter in front of what fits best, and nothing else."
 Questions = Annotated[dict[str, Question], Field(min_length=1, max_length=_MAX_QUESTIONS)]
 Images = Annotated[list[str], Field(max_length=8)]
 Orders = Annotated[
@@ -209,7 +209,7 @@ class Forks:
     ) -> GenerationJob:
         """Return the job for a question in one order. Its prompt ends just before the label."""
         question = self.asked.questions[name].text(order, labels)
-        content = _ASK.format(state=as_text(self.asked.state)) + question + _CHOOSE
+        content = _PROMPT.format(state=as_text(self.asked.state)) + question + _PROMPT_END
         # Normalised separately, because the images belong to the question although the answer has
         # begun after them.
         messages = normalise([{"role": "user", "content": content, "images": self.asked.images}])
