@@ -82,48 +82,50 @@ class Admission:
             self.jobs.running and self.jobs.metrics.steps == self._parked_at_step
         ):
             return
-        most = self._may_run()
+        max_running = self._max_running()
         while self.jobs.waiting and (
-            len(self.jobs.running) < most or self.jobs.shares.shared or self._yielding()
+            len(self.jobs.running) < max_running
+            or self.jobs.shares.shared
+            or self._low_priority_running()
         ):
-            if not self._admit_next(most):
+            if not self._admit_next(max_running):
                 return
 
-    def _admit_next(self, most: int) -> bool:
-        """Admit the first request in the order that can run. At most `most` requests may run
+    def _admit_next(self, max_running: int) -> bool:
+        """Admit the first request in the order that can run. At most `max_running` requests may run
         together. Returns False if no request can be admitted."""
         now = self.jobs.clock()
         shares = self.jobs.shares
         placed = {shares.share_unit(job.share_key) for job in self.jobs.running.values()}
         ready = [job for job in self.jobs.waiting.values() if not job.blocked]
-        wants = []
+        demands = []
         for job in ready:
             to_read = len(job.tokens) - self._source(job).length
             computed = shares.tokens_computed(job.share_key, placed)
-            wants.append(StepDemand(job.id, to_read, 0, now - job.arrived_s, computed))
-        order = admission_order(wants)
+            demands.append(StepDemand(job.id, to_read, 0, now - job.arrived_s, computed))
+        order = admission_order(demands)
         if not order:
             return False
         first, *others = (self.jobs.waiting[key] for key in order)
-        has_place = len(self.jobs.running) < most
-        if has_place and self._try_admit(first, now):
+        has_slot = len(self.jobs.running) < max_running
+        if has_slot and self._try_admit(first, now):
             return True
-        if self._yield_to(first, most, now):
+        if self._preempt_low_priority_for(first, max_running, now):
             return True
-        if shares.shared and self._preempt_for(first, most, now):
+        if shares.shared and self._preempt_tenant_for(first, max_running, now):
             return True
-        return has_place and any(self._try_admit(job, now) for job in others)
+        return has_slot and any(self._try_admit(job, now) for job in others)
 
-    def _yielding(self) -> list[RunningRequest]:
+    def _low_priority_running(self) -> list[RunningRequest]:
         """The running requests of low priority, if another request waits."""
         if all(job.background for job in self.jobs.waiting.values()):
             return []
         return [job for job in self.jobs.running.values() if job.background]
 
-    def _yield_to(self, job: RunningRequest, most: int, now: float) -> bool:
+    def _preempt_low_priority_for(self, job: RunningRequest, max_running: int, now: float) -> bool:
         """Admit `job` in the place of the youngest requests of low priority, which are parked. Their
         KV stays in the cache. Returns False if it waits for something else."""
-        if not self._yielding():
+        if not self._low_priority_running():
             return False
         source = self._source(job)
         running = self.jobs.running
@@ -131,29 +133,29 @@ class Admission:
             job.background
             or job.id in self._not_admitted
             or prefix_in_progress(job, source, running.values())
-            or not self._in_memory(job, source.state)
+            or not self._require_state(job, source.state)
         ):
             return False
         while True:
-            if len(running) < most and self._try_admit(job, now):
+            if len(running) < max_running and self._try_admit(job, now):
                 return True
-            victims = self._yielding()
+            victims = self._low_priority_running()
             if not victims:
                 self._not_admitted.add(job.id)
                 return False
             self.jobs.park(max(victims, key=attrgetter("arrived_s")))
 
-    def _preempt_for(self, job: RunningRequest, most: int, now: float) -> bool:
+    def _preempt_tenant_for(self, job: RunningRequest, max_running: int, now: float) -> bool:
         """Make room for `job`, whose tenant is next, by parking the youngest requests of the tenant
         with the most running requests. Their KV stays in the cache.
 
         Returns True if `job` was admitted.
         """
         source = self._source(job)
-        waits = prefix_in_progress(job, source, self.jobs.running.values()) or not self._in_memory(
-            job, source.state
-        )
-        if waits or job.id in self._not_admitted:
+        must_wait = prefix_in_progress(
+            job, source, self.jobs.running.values()
+        ) or not self._require_state(job, source.state)
+        if must_wait or job.id in self._not_admitted:
             return False
         running = self.jobs.running
         shares = self.jobs.shares
@@ -163,7 +165,7 @@ class Admission:
                 break
             victims = [j for j in running.values() if shares.share_unit(j.share_key) == unit]
             self.jobs.park(max(victims, key=attrgetter("arrived_s")))
-            if len(running) < most and self._try_admit(job, now):
+            if len(running) < max_running and self._try_admit(job, now):
                 return True
         # Do not park requests for it again: from now on it waits for room like the others.
         self._not_admitted.add(job.id)
@@ -174,25 +176,25 @@ class Admission:
         rewinds = self.backend.capabilities.rewind == "any"
         if rewinds and prefix_in_progress(job, source, self.jobs.running.values()):
             return False
-        if not self._in_memory(job, source.state):
+        if not self._require_state(job, source.state):
             return False
         if not self._make_room(job, source):
             if self.jobs.running:
                 return False
             self.jobs.pool.make_room(self.backend.info.n_ctx, live=1)
             source = self._source(job)
-        elif not self._in_memory(job, source.state):
+        elif not self._require_state(job, source.state):
             # Making room evicted the state from memory.
             return False
         try:
-            taken = self.jobs.pool.take(source, _matching(job).tokens)
+            restoration = self.jobs.pool.take(source, _matching(job).tokens)
         except NoCellsError:
             return False
-        job.sequence = taken.sequence
-        job.n_kv = taken.n_tokens
-        job.restoring = taken
+        job.sequence = restoration.sequence
+        job.n_kv = restoration.n_tokens
+        job.restoring = restoration
         job.known = source.known
-        self._in_memory(job, None)
+        self._require_state(job, None)
         job.matching = None
         del self.jobs.waiting[job.id]
         self.jobs.running[job.id] = job
@@ -211,16 +213,18 @@ class Admission:
         reserve = min(job.max_tokens - job.n_generated, _ANSWER_RESERVE_TOKENS)
         need = pool.needs_cells(source, min(len(tokens) + reserve, self.backend.info.n_ctx))
         growing = sum(j.pending for j in running)
-        due = sum(j.restoring.due_tokens for j in running if j.restoring is not None)
-        if not pool.can_reserve(need + growing + due, source):
+        restoring_tokens = sum(j.restoring.due_tokens for j in running if j.restoring is not None)
+        if not pool.can_reserve(need + growing + restoring_tokens, source):
             return False
         live = len(running) + (source.idle is None)
         # Cells for divisible KV are freed while it is imported, so that evicted KV can take its
         # place in the cache.
-        coming = source.plan.saved if source.plan.divisible else 0
-        return pool.make_room(need + growing - coming, live=live, source=source, prompt=tokens[:-1])
+        importable = source.plan.saved if source.plan.divisible else 0
+        return pool.make_room(
+            need + growing - importable, live=live, source=source, prompt=tokens[:-1]
+        )
 
-    def _in_memory(self, job: RunningRequest, state: Block | None) -> bool:
+    def _require_state(self, job: RunningRequest, state: Block | None) -> bool:
         """True if the `state` that a waiting job needs is in memory (None: it needs no state).
         Otherwise start reading it from disk."""
         kv = self.jobs.pool.kv
@@ -255,7 +259,7 @@ class Admission:
         """Import cached prefixes of admitted requests, then KV of other servers: about one piece
         per step while any request decodes, otherwise all of them. Requests of the tenant with the
         fewest tokens come first. Does not wait for pieces that have not arrived."""
-        streams = self.jobs.decoding
+        is_decoding = self.jobs.decoding
         imported = 0
         jobs = self.jobs.running.values()
         shares = self.jobs.shares
@@ -263,57 +267,64 @@ class Admission:
             restoring = job.restoring
             if restoring is None:
                 continue
-            imported += self._import_parts(restoring, imported if streams else None)
+            imported += self._import_parts(restoring, imported if is_decoding else None)
             self.awaits_disk |= restoring.importing
-            coming = False
+            more_coming = False
             if restoring.done:
                 before = job.fetched_tokens
-                most = _MAX_BLOCKS
-                if streams:
-                    most = max(0, _STEP_TOKENS - imported) // BLOCK_TOKENS
-                coming = self.receiver.receive(job, restoring, most, streams=streams)
+                max_blocks = _MAX_BLOCKS
+                if is_decoding:
+                    max_blocks = max(0, _STEP_TOKENS - imported) // BLOCK_TOKENS
+                more_coming = self.receiver.receive(
+                    job, restoring, max_blocks, is_decoding=is_decoding
+                )
                 imported += job.fetched_tokens - before
-            self.awaits_disk |= coming
+            self.awaits_disk |= more_coming
             job.n_kv = restoring.n_tokens
-            if restoring.done and not coming:
+            if restoring.done and not more_coming:
                 self._begin(job, restoring)
 
     def _import_parts(self, restoring: Restoration, imported: int | None) -> int:
         """Import the parts that have arrived, until this step has imported `_STEP_TOKENS`. Returns
         the number of tokens. `imported`: tokens so far in this step (None: no limit)."""
         running = self.jobs.running.values()
-        found = 0
-        while restoring.ready and (imported is None or imported + found < _STEP_TOKENS):
+        n_tokens = 0
+        while restoring.ready and (imported is None or imported + n_tokens < _STEP_TOKENS):
             if restoring.next_tokens:
                 # In addition to the cells that running requests are about to compute.
                 cells = restoring.next_tokens + sum(j.to_compute for j in running)
                 self.jobs.pool.make_room(cells, live=len(running))
             before = restoring.n_tokens
             restoring.step()
-            found += restoring.n_tokens - before or _STEP_TOKENS
-        return found
+            n_tokens += restoring.n_tokens - before or _STEP_TOKENS
+        return n_tokens
 
     def _begin(self, job: RunningRequest, restoring: Restoration) -> None:
         """Start the prefill, after all available parts of the prefix are restored."""
-        taken = restoring.in_place + restoring.imported
+        n_cached = restoring.in_place + restoring.imported
         self.jobs.pool.restored_tokens += restoring.imported
         if job.admissions:
-            self.jobs.metrics.recomputed_tokens["parked"] += max(0, job.parked_tokens - taken)
+            self.jobs.metrics.recomputed_tokens["parked"] += max(0, job.parked_tokens - n_cached)
         else:
             self.jobs.metrics.prompt_tokens += job.n_prompt
             if job.shares:
                 job.known = max(job.known, self.jobs.history.known(job.cache_tokens()[:-1]))
-            job.cached = taken
-            held = taken + job.fetched_tokens
-            again = recomputed(
-                job.known, held, restoring.missed, has_points=self.jobs.pool.kv.states is not None
+            job.cached = n_cached
+            available = n_cached + job.fetched_tokens
+            recomputed_by_reason = recomputed(
+                job.known,
+                available,
+                restoring.missed,
+                has_points=self.jobs.pool.kv.states is not None,
             )
-            for reason, n_tokens in again.items():
+            for reason, n_tokens in recomputed_by_reason.items():
                 self.jobs.metrics.recomputed_tokens[reason] += n_tokens
             job.miss = miss_reason(
-                job, again, lambda token: token >= 0 and self.backend.is_control(token)
+                job,
+                recomputed_by_reason,
+                lambda token: token >= 0 and self.backend.is_control(token),
             )
-            self.jobs.metrics.cached_tokens += taken
+            self.jobs.metrics.cached_tokens += n_cached
         job.restoring = None
         job.admissions += 1
         prompt = job.tokens[: job.n_prompt]
@@ -351,14 +362,14 @@ class Admission:
         ):
             return_to_system()
             guard.look(self.jobs.clock(), force=True)
-        most = self.cache_bytes
-        budget.resize(most if guard.pressure == "none" else min(most, budget.held_bytes))
+        max_bytes = self.cache_bytes
+        budget.resize(max_bytes if guard.pressure == "none" else min(max_bytes, budget.held_bytes))
 
-    def _may_run(self) -> int:
-        """How many requests may run together now.
+    def _max_running(self) -> int:
+        """How many requests may run together now. Rejects the waiting ones if none can.
 
         If KV grows with use and memory is nearly exhausted, no further request joins. A single
-        request runs if its KV fits after we have released all that we can.
+        request runs if its KV fits after all other memory was released.
         """
         if self.guard.pressure != "hold" or self._kv_at_load:
             return self.backend.info.n_seq_max
@@ -408,42 +419,42 @@ _REASONS = {
 
 
 def recomputed(
-    known: int, taken: int, missed: dict[str, int], *, has_points: bool
+    known: int, available: int, missed: dict[str, int], *, has_points: bool
 ) -> dict[str, int]:
     """Count the tokens of a prompt that had KV before and must be computed again, by reason
     (`metrics.RECOMPUTED`).
 
-    `known` tokens had KV, `taken` of them are available, and `missed` gives the reason for some of
-    the rest.
+    `known` tokens had KV, `available` of them are available, and `missed` gives the reason for some
+    of the rest.
     """
-    lacking = known - taken
-    found = {}
+    missing_tokens = known - available
+    by_reason = {}
     for reason, n_tokens in missed.items():
-        found[reason] = min(n_tokens, max(lacking, 0))
-        lacking -= found[reason]
-    if lacking > 0:
+        by_reason[reason] = min(n_tokens, max(missing_tokens, 0))
+        missing_tokens -= by_reason[reason]
+    if missing_tokens > 0:
         if known < tunables.MIN_TOKENS:
-            rest = "short"
+            reason_of_rest = "short"
         elif has_points:
-            rest = "no_snapshot"
+            reason_of_rest = "no_snapshot"
         else:
-            rest = "evicted"
-        found[rest] = found.get(rest, 0) + lacking
-    return {reason: n for reason, n in found.items() if n}
+            reason_of_rest = "evicted"
+        by_reason[reason_of_rest] = by_reason.get(reason_of_rest, 0) + missing_tokens
+    return {reason: n for reason, n in by_reason.items() if n}
 
 
 def miss_reason(
-    job: RunningRequest, again: dict[str, int], is_control: Callable[[int], bool]
+    job: RunningRequest, by_reason: dict[str, int], is_control: Callable[[int], bool]
 ) -> str:
     """Why the rest of the prompt had to be computed, as text ("": all of it was cached). For
-    `again` see `recomputed`."""
-    most = job.n_prompt - 1
-    if job.cached >= most:
+    `by_reason` see `recomputed`."""
+    max_cached = job.n_prompt - 1
+    if job.cached >= max_cached:
         return ""
     if not job.shares:
         return "the request disabled the cache"
-    if sum(again.values()) > tunables.MIN_TOKENS or (job.known >= most and again):
-        return "; ".join(f"{n} known tokens {_REASONS[reason]}" for reason, n in again.items())
+    if sum(by_reason.values()) > tunables.MIN_TOKENS or (job.known >= max_cached and by_reason):
+        return "; ".join(f"{n} known tokens {_REASONS[reason]}" for reason, n in by_reason.items())
     if job.known == 0:
         return "the prompt shares no beginning with earlier prompts"
     # Check each distinct token once: a known prompt may have a hundred thousand tokens.

@@ -1,10 +1,10 @@
 """Keeps requests of low priority from slowing the others: titles, summaries, warming.
 
-While another request runs, they take part in a step only if that makes the step little longer, by the
-costs learnt on this machine. On a device whose steps read the weights for many rows at the same cost,
-they decode in every step. Elsewhere they get one step in `_EVERY`, so that they end some day. One that
-gets no token for `_PATIENCE_S` has normal priority from then on, so that other prompts can't keep it
-waiting without end.
+While another request runs, they take part in a step only if that makes the step little longer, by
+the costs learnt on this machine. On a device whose steps read the weights for many rows at the same
+cost, they decode in every step. Elsewhere they get one step in `_EVERY_STEPS`, so that they end
+some day. One that gets no token for `_PATIENCE_S` has normal priority from then on, so that other
+prompts can't keep it waiting without end.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from localllm.engine.request_table import RequestTable
 from localllm.engine.step_costs import StepCost
 
 # The longest step with them, in steps without them.
-_LONGER = 1.15
+_MAX_SLOWDOWN = 1.15
 # So few steps are slow that the 95th percentile of the other requests' gaps does not change.
-_EVERY = 25
+_EVERY_STEPS = 25
 # Low priority ends after so much time without a token. Priority -1 moves the arrival by as much.
 _PATIENCE_S = 30.0
 
@@ -27,11 +27,11 @@ _PATIENCE_S = 30.0
 def urgent(jobs: Iterable[RunningRequest]) -> list[RunningRequest]:
     """The requests that count for the choice of a prompt to read in slices: those of normal priority,
     or all if there are none."""
-    every = list(jobs)
-    return [job for job in every if not job.background] or every
+    all_jobs = list(jobs)
+    return [job for job in all_jobs if not job.background] or all_jobs
 
 
-def give_way(table: RequestTable) -> list[RunningRequest]:
+def park_less_urgent(table: RequestTable) -> list[RunningRequest]:
     """Park the prompt that is read in slices if it is less urgent than others. Return the requests
     whose prompts may be read in slices now. Requests that waited too long are promoted before."""
     _promote(table)
@@ -55,32 +55,32 @@ class BackgroundTurns:
 
     cost: StepCost
     _steps: int = 0
-    _first: int = 0
+    _next_index: int = 0
 
-    def taking_part(self, ready: Sequence[RunningRequest]) -> list[RunningRequest]:
+    def choose_requests(self, ready: Sequence[RunningRequest]) -> list[RunningRequest]:
         """The requests of `ready` that take part in the next step."""
         others = [job for job in ready if not job.background]
         if not others or len(others) == len(ready):
             return list(ready)
         self._steps += 1
-        if self._steps % _EVERY == 0:
+        if self._steps % _EVERY_STEPS == 0:
             return list(ready)
         if any(job.prefilling for job in others):
             return others
         waiting = [job for job in ready if job.background and not job.prefilling]
         rows = sum(1 + len(job.draft) for job in others)
-        room = self._free_rows(rows, len(waiting))
-        if not room:
+        n_rows = self._free_rows(rows, len(waiting))
+        if not n_rows:
             return others
         # Each step begins with the next of them.
-        self._first = (self._first + room) % len(waiting)
-        turned = [*waiting[self._first :], *waiting[: self._first]]
-        return [*others, *turned[:room]]
+        self._next_index = (self._next_index + n_rows) % len(waiting)
+        rotated = [*waiting[self._next_index :], *waiting[: self._next_index]]
+        return [*others, *rotated[:n_rows]]
 
-    def _free_rows(self, rows: int, most: int) -> int:
+    def _free_rows(self, rows: int, max_rows: int) -> int:
         """How many rows can be added to a step of `rows` rows at little cost."""
-        limit_s = self.cost.seconds(rows) * _LONGER
+        limit_s = self.cost.seconds(rows) * _MAX_SLOWDOWN
         free = 0
-        while free < most and self.cost.seconds(rows + free + 1) <= limit_s:
+        while free < max_rows and self.cost.seconds(rows + free + 1) <= limit_s:
             free += 1
         return free

@@ -118,12 +118,12 @@ class ThreadThrottle:
             self._use_threads(self.others.share(self._since) * self.others.cores)
             self._since = self.others.mark()
 
-    def _use_threads(self, taken: float) -> None:
-        """Adjust the threads to `taken`, the number of processors that other programs use."""
-        left = self.others.cores - taken
-        fewest = math.floor(left + _RETURN_BELOW)
-        most = math.floor(left + _YIELD_ABOVE)
-        threads = max(1, min(max(self.threads, fewest), most, self.others.cores))
+    def _use_threads(self, used_cores: float) -> None:
+        """Adjust the threads to `used_cores`, the number of processors that other programs use."""
+        free_cores = self.others.cores - used_cores
+        min_threads = math.floor(free_cores + _RETURN_BELOW)
+        max_threads = math.floor(free_cores + _YIELD_ABOVE)
+        threads = max(1, min(max(self.threads, min_threads), max_threads, self.others.cores))
         if threads != self.threads:
             self.threads = threads
             for backend in self.backends:

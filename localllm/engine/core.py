@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from localllm.engine import EngineSettings
 from localllm.engine.adapters import AdapterTurns, unknown_adapters
 from localllm.engine.admission import Admission
-from localllm.engine.background import BackgroundTurns, give_way
+from localllm.engine.background import BackgroundTurns, park_less_urgent
 from localllm.engine.cache.disk import tier_of
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.store import KvStore
@@ -79,16 +79,16 @@ class Engine:
     others: CpuContention = field(default_factory=of_this_process)
 
     def __post_init__(self) -> None:
-        wanted = self.settings
-        kv = KvStore(self.backend, wanted.cache_bytes, tier_of(self.backend, wanted))
+        settings = self.settings
+        kv = KvStore(self.backend, settings.cache_bytes, tier_of(self.backend, settings))
         self.pool = SequencePool(self.backend, kv)
         self.metrics = Metrics(self.clock())
-        self.guard = guard_of(self.available, wanted.headroom_bytes)
-        able = self.backend.capabilities
+        self.guard = guard_of(self.available, settings.headroom_bytes)
+        capabilities = self.backend.capabilities
         n_batch = self.backend.info.n_batch
-        self._sizer = ChunkSizer(n_batch, on_device=able.kv_on_device, gap_s=wanted.gap_s)
+        self._sizer = ChunkSizer(n_batch, on_device=capabilities.kv_on_device, gap_s=settings.gap_s)
         self.speculator = Speculator(
-            self.backend, self.draft_backend, wanted.draft, self.clock, self.others, self._sizer
+            self.backend, self.draft_backend, settings.draft, self.clock, self.others, self._sizer
         )
         kv.speed = self._sizer
         self._background = BackgroundTurns(self.speculator.cost)
@@ -102,29 +102,31 @@ class Engine:
         # computed over the same cells, and so gives the same bits.
         self._takes_grace = kv.states is not None and not kv.snapshots
         # With `power` below 1 known results must not wait for the pause after each step.
-        self._overlaps = able.asynchronous and wanted.power >= 1.0
+        self._overlaps = capabilities.asynchronous and settings.power >= 1.0
         self._observed: tuple[list[Grant], int] | None = None
         self._interrupt = PrefillInterrupt(self.backend)
         shares = Shares()
-        least = wanted.sliced_prefill_tokens
-        self.prefill = SlicedPrefill(self.backend, least, self.metrics, self.clock, shares=shares)
+        min_sliced_tokens = settings.sliced_prefill_tokens
+        self.prefill = SlicedPrefill(
+            self.backend, min_sliced_tokens, self.metrics, self.clock, shares=shares
+        )
         self.jobs = RequestTable(
             self.pool, self.speculator, self.prefill, self.metrics, self.clock, shares=shares
         )
         self.pool.running = self.jobs.running
         self._turns = AdapterTurns(tuple(scale for _, scale in self.backend.info.adapters))
         self._compiler = BackgroundCompiler(
-            wanted.make_matcher or GrammarCompiler(self.backend),
-            wanted.grammar_trials or Stages([]),
+            settings.make_matcher or GrammarCompiler(self.backend),
+            settings.grammar_trials or Stages([]),
             kv.disk.reads.wake,
         )
-        kept = wanted.disk_dir if wanted.disk_bytes > 0 else None
-        self._media = media_steps(self.backend, kv.disk.reads.wake, kept)
+        media_dir = settings.disk_dir if settings.disk_bytes > 0 else None
+        self._media = media_steps(self.backend, kv.disk.reads.wake, media_dir)
         self.sender = KvSender(self.backend, self.jobs, self.outlet)
-        self._conductor = conductor_of(self.backend, wanted, kv.disk.reads, self._sizer)
+        self._conductor = conductor_of(self.backend, settings, kv.disk.reads, self._sizer)
         receiver = KvReceiver(self._conductor, self.pool, self.jobs.running, self.jobs.progress)
         self._admission = Admission(
-            self.backend, self.jobs, self.guard, wanted.cache_bytes, receiver
+            self.backend, self.jobs, self.guard, settings.cache_bytes, receiver
         )
         self._outputs = OutputProcessor(self.backend, self.jobs, self._compiler.start, self._media)
         self.pace = DecodeSpeedTracker(self.others)
@@ -282,7 +284,7 @@ class Engine:
         """Plan this step: the next token and draft of every decoding sequence, and chunks of
         prompts. A prompt that is read in slices gets its next slice before that."""
         before = self.metrics.prefilled_tokens
-        urgent = give_way(self.jobs)
+        urgent = park_less_urgent(self.jobs)
         sliced = self.prefill.advance(urgent, self._slice_s, self.guard.free_bytes)
         if sliced is not None:
             self.jobs.shares.charge(sliced[0].share_key, self.metrics.prefilled_tokens - before)
@@ -391,7 +393,7 @@ class Engine:
             ready = [
                 j for j in ready if j.id in self.jobs.running and not (j.prefilling and j.medium)
             ]
-        ready = self._background.taking_part(ready)
+        ready = self._background.choose_requests(ready)
         if len(ready) <= info.n_outputs and all(j.decodes_without_draft for j in ready):
             return [Grant(j.id, 1, prefill=False) for j in ready]
         sizer = self._sizer
@@ -425,10 +427,10 @@ class Engine:
         self, media: MediaSteps, ready: list[RunningRequest], prompt_only: int
     ) -> Grant | None:
         """The media to read in this step. Requests whose media can't be read end here."""
-        most = self._sizer.chunk if self.jobs.decoding else prompt_only
-        grant = media.plan(ready, min(self.backend.info.n_batch, most))
-        for job, why in media.failed:
-            self.jobs.fail(job, Failure(job.id, "invalid_request", why))
+        max_tokens = self._sizer.chunk if self.jobs.decoding else prompt_only
+        grant = media.plan(ready, min(self.backend.info.n_batch, max_tokens))
+        for job, reason in media.failed:
+            self.jobs.fail(job, Failure(job.id, "invalid_request", reason))
         return grant
 
     # --- measuring --------------------------------------------------------------------------------
@@ -450,9 +452,9 @@ class Engine:
                 waited=emitted > 0 or not self._overlaps,
             )
             # Decode steps of a single request without drafts show how fast this start is.
-            alone = len(grants) == 1 and bool(decoding)
+            is_single = len(grants) == 1 and bool(decoding)
             job = None
-            if alone:
+            if is_single:
                 job = self.jobs.running.get(grants[0].key)
             if job is not None and not job.sampler.constrained:
                 self.pace.observe(len(job.tokens), seconds)

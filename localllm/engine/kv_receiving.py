@@ -35,23 +35,23 @@ class KvReceiver:
     _fetches: dict[str, KvFetch] = field(default_factory=dict)
 
     def receive(
-        self, job: RunningRequest, restoring: Restoration, most: int, *, streams: bool
+        self, job: RunningRequest, restoring: Restoration, max_blocks: int, *, is_decoding: bool
     ) -> bool:
-        """Import up to `most` blocks that another server has sent. Returns True while more are to
-        come.
+        """Import up to `max_blocks` blocks that another server has sent. Returns True while more
+        are to come.
 
-        The first call for an admission decides whether anything is fetched. `streams`: other
+        The first call for an admission decides whether anything is fetched. `is_decoding`: other
         requests decode.
         """
         if job.fetch_asked != job.admissions:
             job.fetch_asked = job.admissions
-            job.fetch = self._begin_fetch(job, restoring.n_tokens, streams=streams)
+            job.fetch = self._begin_fetch(job, restoring.n_tokens, is_decoding=is_decoding)
         if job.fetch is None:
             return False
         fetch = self._fetches[job.id]
-        able = self.conductor.backend.capabilities
-        fetch.yields = streams and able.threaded and not able.kv_on_device
-        error = self._import(job, restoring, fetch, most)
+        capabilities = self.conductor.backend.capabilities
+        fetch.yields = is_decoding and capabilities.threaded and not capabilities.kv_on_device
+        error = self._import(job, restoring, fetch, max_blocks)
         # The thread that receives may have failed after the import looked: the next call sees that.
         if error is None and (not fetch.complete or fetch.ready):
             return True
@@ -62,11 +62,12 @@ class KvReceiver:
         return job.fetch is not None
 
     def _import(
-        self, job: RunningRequest, restoring: Restoration, fetch: KvFetch, most: int
+        self, job: RunningRequest, restoring: Restoration, fetch: KvFetch, max_blocks: int
     ) -> TransferError | None:
-        """Import up to `most` blocks. Returns the error if that fails, or if no block comes."""
-        while most and fetch.ready:
-            most -= 1
+        """Import up to `max_blocks` blocks. Returns the error if that fails, or if no block
+        comes."""
+        while max_blocks and fetch.ready:
+            max_blocks -= 1
             error = self._place(job, restoring, fetch.take())
             if error is not None:
                 return error
@@ -76,7 +77,7 @@ class KvReceiver:
             return TransferError("its next block came too late", reason="late")
         return fetch.error
 
-    def _begin_fetch(self, job: RunningRequest, start: int, *, streams: bool) -> KvFetch | None:
+    def _begin_fetch(self, job: RunningRequest, start: int, *, is_decoding: bool) -> KvFetch | None:
         """Begin to fetch the KV of the job's tokens from `start` on; None if they are computed
         here."""
         self._fetches = {key: f for key, f in self._fetches.items() if key in self.running}
@@ -85,7 +86,7 @@ class KvReceiver:
         fetch = self._begin_copy(job, start)
         if fetch is None:
             wanted = self._wanted(job, job.tokens, start)
-            fetch = self.conductor.begin(wanted, streams=streams)
+            fetch = self.conductor.begin(wanted, streams=is_decoding)
         if fetch is not None:
             self._fetches[job.id] = fetch
         return fetch

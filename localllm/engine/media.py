@@ -68,10 +68,10 @@ class MediaReader:
         if sum(marked for _, marked in parts) > MAX_MEDIA:
             raise ImageError(f"a prompt may have {MAX_MEDIA} images and sounds at most")
         controls = control_texts(self._backend.info.control_texts)
-        made: list[str | Media] = []
+        pieces: list[str | Media] = []
         for part, marked in parts:
-            made += [self._medium(media[part])] if marked else controls.runs(part)
-        return lay_out_media(self._backend.tokenize_media(made, add_bos=add_bos), salt)
+            pieces += [self._medium(media[part])] if marked else controls.runs(part)
+        return lay_out_media(self._backend.tokenize_media(pieces, add_bos=add_bos), salt)
 
     def _medium(self, file: str) -> Media:
         name = hashlib.sha256(file.encode(errors="surrogatepass")).hexdigest()
@@ -113,12 +113,12 @@ class Encoder:
         self.encode_s: dict[str, float] = {"image": 0.0, "sound": 0.0}
         self._thread = ThreadPoolExecutor(1, "media")
         # By the key of the run, most recently used last.
-        self._found: OrderedDict[bytes, Future[Embeddings]] = OrderedDict()
+        self._encodings: OrderedDict[bytes, Future[Embeddings]] = OrderedDict()
 
     def want(self, run: MediaRun) -> None:
         """Start encoding a run, unless that was started already."""
-        if run.key not in self._found:
-            encoding = self._found[run.key] = self._thread.submit(self._encode, run)
+        if run.key not in self._encodings:
+            encoding = self._encodings[run.key] = self._thread.submit(self._encode, run)
             encoding.add_done_callback(self._encoded)
 
     def _encoded(self, _encoding: Future[Any]) -> None:
@@ -128,15 +128,15 @@ class Encoder:
         """The embeddings of a run; None while it is being encoded. Raises BackendFailure if
         encoding failed."""
         self.want(run)
-        future = self._found[run.key]
+        future = self._encodings[run.key]
         if not future.done():
             return None
         error = future.exception()
         if error is not None:
             # The next request tries again.
-            del self._found[run.key]
+            del self._encodings[run.key]
             raise BackendFailure(str(error) or type(error).__name__)
-        self._found.move_to_end(run.key)
+        self._encodings.move_to_end(run.key)
         self._evict_oldest()
         return future.result()
 
@@ -156,7 +156,7 @@ class Encoder:
 
     def _held_bytes(self) -> dict[bytes, int]:
         """Bytes of the embeddings in memory, least recently used first."""
-        done = [(key, f) for key, f in self._found.items() if f.done() and not f.exception()]
+        done = [(key, f) for key, f in self._encodings.items() if f.done() and not f.exception()]
         return {key: future.result().nbytes for key, future in done}
 
     def _evict_oldest(self) -> None:
@@ -165,23 +165,23 @@ class Encoder:
         for key, n_bytes in list(held_bytes.items())[:-1]:
             if excess_bytes <= 0:
                 return
-            del self._found[key]
+            del self._encodings[key]
             excess_bytes -= n_bytes
 
     # --- the thread -------------------------------------------------------------------------------
 
     def _encode(self, run: MediaRun) -> Embeddings:
-        found = self._read_file(run)
-        if found is not None:
+        embeddings = self._read_file(run)
+        if embeddings is not None:
             self.from_disk += 1
-            return found
+            return embeddings
         started = time.monotonic()
-        found = self.backend.encode_media(run)
+        embeddings = self.backend.encode_media(run)
         kind = kind_of(run)
         self.encodes[kind] += 1
         self.encode_s[kind] += time.monotonic() - started
-        self._write_file(run, found)
-        return found
+        self._write_file(run, embeddings)
+        return embeddings
 
     def _read_file(self, run: MediaRun) -> Embeddings | None:
         if self._folder is None:
@@ -199,11 +199,11 @@ class Encoder:
             return None
         return np.frombuffer(body, dtype=np.float32).reshape(run.n_tokens, -1)
 
-    def _write_file(self, run: MediaRun, found: Embeddings) -> None:
+    def _write_file(self, run: MediaRun, embeddings: Embeddings) -> None:
         if self._folder is None:
             return
         file = self._folder / f"{run.key.hex()}.image"
-        body = np.ascontiguousarray(found, dtype=np.float32).tobytes()
+        body = np.ascontiguousarray(embeddings, dtype=np.float32).tobytes()
         try:
             paths.private_dir(self._folder)
             part = file.with_suffix(".part")
@@ -250,7 +250,7 @@ class MediaSteps:
     waiting: bool = False
     failed: list[tuple[RunningRequest, str]] = field(default_factory=list)
     chosen: Embeddings | None = None
-    _last: bool = False
+    _last_was_media: bool = False
 
     def unreadable(self, media: Sequence[MediaSpan], n_batch: int) -> str:
         """The reason why the media can't be read; "" if they can."""
@@ -271,41 +271,44 @@ class MediaSteps:
         if job.medium is None:
             return None
         try:
-            found = self.encoder.embeddings(job.medium.run)
+            embeddings = self.encoder.embeddings(job.medium.run)
         except BackendFailure as e:
             self.failed.append((job, str(e)))
             return None
-        self.waiting = self.waiting or found is None
-        return found
+        self.waiting = self.waiting or embeddings is None
+        return embeddings
 
-    def plan(self, ready: Sequence[RunningRequest], most: int) -> Grant | None:
-        """The run to read in this step, at most `most` of its tokens; None if text is read."""
-        due: dict[str, tuple[RunningRequest, Embeddings]] = {}
+    def plan(self, ready: Sequence[RunningRequest], max_tokens: int) -> Grant | None:
+        """The run to read in this step, at most `max_tokens` of its tokens; None if text is
+        read."""
+        ready_media: dict[str, tuple[RunningRequest, Embeddings]] = {}
         self.waiting = False
         self.failed = []
         for job in ready:
             if not job.prefilling or not job.media:
                 continue
-            for placed in [m for m in job.media if m.stop > job.n_kv][:_AHEAD]:
-                self.encoder.want(placed.run)
+            for span in [m for m in job.media if m.stop > job.n_kv][:_AHEAD]:
+                self.encoder.want(span.run)
             found = self._embeddings(job)
             if found is not None:
-                due[job.id] = job, found
-        others = any(not (job.prefilling and job.medium) for job in ready)
-        self._last = bool(due) and not (self._last and others)
-        if not self._last:
+                ready_media[job.id] = job, found
+        other_work = any(not (job.prefilling and job.medium) for job in ready)
+        self._last_was_media = bool(ready_media) and not (self._last_was_media and other_work)
+        if not self._last_was_media:
             return None
-        job, self.chosen = min(due.values(), key=lambda found: found[0].arrived_s)
+        job, self.chosen = min(ready_media.values(), key=lambda found: found[0].arrived_s)
         assert job.medium is not None
         left = job.medium.stop - job.n_kv
-        n_tokens = left if self._indivisible(job.medium.run) else min(left, most)
+        n_tokens = left if self._indivisible(job.medium.run) else min(left, max_tokens)
         return Grant(job.id, n_tokens, prefill=True)
 
 
-def media_steps(backend: Backend, wake: threading.Event, kept: str | None) -> MediaSteps | None:
+def media_steps(
+    backend: Backend, wake: threading.Event, cache_dir: str | None
+) -> MediaSteps | None:
     """The planner of media for this backend; None if it reads only text. Embeddings are stored
-    under `kept` (None: in memory only)."""
-    folder = Path(kept) / "images" if kept is not None else None
+    under `cache_dir` (None: in memory only)."""
+    folder = Path(cache_dir) / "images" if cache_dir is not None else None
     capabilities = backend.capabilities
     if capabilities.vision or capabilities.audio:
         return MediaSteps(Encoder(backend, wake, folder), capabilities.images_in_one_step)

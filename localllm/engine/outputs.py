@@ -40,11 +40,11 @@ class OutputProcessor:
         self._eog = frozenset(self.backend.info.eog_tokens)
         self._n_ctx = self.backend.info.n_ctx
         self._samples = self.backend.capabilities.samples
-        self._defers = self.backend.capabilities.asynchronous
+        self._asynchronous = self.backend.capabilities.asynchronous
         # Tokens whose text is not decoded yet.
         self._pending: list[tuple[RunningRequest, list[int]]] = []
         # The sampling that the current step does for its requests.
-        self._asked: list[tuple[Sampler, SampleSpec]] = []
+        self._sample_specs: list[tuple[Sampler, SampleSpec]] = []
 
     def send_text(self) -> None:
         """Decode the text of the tokens chosen so far, and add it to the events."""
@@ -65,9 +65,9 @@ class OutputProcessor:
     def look_ahead(self) -> None:
         """Prepare sampling for the step after the current one, as far as it does not depend on the
         current result."""
-        for sampler, spec in self._asked:
+        for sampler, spec in self._sample_specs:
             sampler.look_ahead(spec)
-        self._asked.clear()
+        self._sample_specs.clear()
 
     def chunk(self, grant: Grant) -> Chunk:
         """The backend's chunk for a grant."""
@@ -76,27 +76,29 @@ class OutputProcessor:
         if grant.prefill:
             tokens = job.tokens[job.n_kv : job.n_kv + grant.n_tokens]
             last = job.n_kv + grant.n_tokens == len(job.tokens)
-            placed = job.medium
-            if placed is not None:
+            span = job.medium
+            if span is not None:
                 assert self.media is not None
                 assert self.media.chosen is not None
-                part = MediaPart(placed.run, self.media.chosen, job.n_kv - placed.start)
+                part = MediaPart(span.run, self.media.chosen, job.n_kv - span.start)
                 return Chunk(job.sequence, tokens, int(last), media=part)
-            return Chunk(job.sequence, tokens, int(last), *self._wanted(job, last=last))
+            return Chunk(job.sequence, tokens, int(last), *self._sample_spec(job, last=last))
         tokens = job.tokens[job.n_kv :]
         if job.draft:
             job.draft = job.draft[: grant.n_tokens - 1]
             tokens += job.draft
-        return Chunk(job.sequence, tokens, grant.n_tokens, *self._wanted(job, last=not job.draft))
+        return Chunk(
+            job.sequence, tokens, grant.n_tokens, *self._sample_spec(job, last=not job.draft)
+        )
 
-    def _wanted(self, job: RunningRequest, *, last: bool) -> tuple[SampleSpec | None, bool]:
+    def _sample_spec(self, job: RunningRequest, *, last: bool) -> tuple[SampleSpec | None, bool]:
         """How the backend may choose the token after a chunk, and whether its row of logits is used
         for that alone. `last`: the chunk is the last one before that token."""
         if not (self._samples and last):
             return None, False
         sample = job.sampler.sample_spec(job.tokens)
-        if sample is not None and self._defers:
-            self._asked.append((job.sampler, sample))
+        if sample is not None and self._asynchronous:
+            self._sample_specs.append((job.sampler, sample))
         chosen = sample is not None or job.sampler.takes_argmax(len(job.tokens))
         return sample, chosen and job.request.generation.logprobs is None
 
@@ -152,7 +154,7 @@ class OutputProcessor:
         self._count_drafts(job, len(draft), accepted)
         self.jobs.speculator.emitted(job, job.tokens[before:], len(draft), accepted)
         if job.sampler.constraint is not None:
-            failure = self._follow(job, job.sampler.constraint)
+            failure = self._advance_constraint(job, job.sampler.constraint)
             if failure is not None:
                 self.jobs.finish(job, "stop", failure)
                 return
@@ -167,7 +169,9 @@ class OutputProcessor:
         if tokens:
             self._pending.append((job, tokens))
 
-    def _follow(self, job: RunningRequest, constraint: AnswerConstraint) -> Failure | None:
+    def _advance_constraint(
+        self, job: RunningRequest, constraint: AnswerConstraint
+    ) -> Failure | None:
         """Start the compilation that the constraint needs next. Returns a failure if no token can
         follow."""
         if constraint.stuck:
@@ -189,7 +193,7 @@ class OutputProcessor:
     def _defers_text(self, job: RunningRequest) -> bool:
         """True if the request's text may be decoded during the next step. Text that can end the
         answer, or that needs logits, must be decoded before."""
-        if not self._defers or job.sampler.constraint is not None:
+        if not self._asynchronous or job.sampler.constraint is not None:
             return False
         return job.request.generation.logprobs is None and not job.text.watches
 
@@ -323,14 +327,16 @@ class OutputProcessor:
         self, job: RunningRequest, token: int, row: Row | None
     ) -> tuple[TokenLogprob, ...]:
         """The requested log-probabilities of a token."""
-        asked = job.request.generation
-        if asked.logprobs is None or row is None:
+        generation = job.request.generation
+        if generation.logprobs is None or row is None:
             return ()
 
         def text(t: int) -> str:
             return self.backend.token_bytes(t, special=True).decode("utf-8", "surrogateescape")
 
-        own, best = job.sampler.log_probabilities(row, token, asked.logprobs, asked.logprobs_of)
+        own, best = job.sampler.log_probabilities(
+            row, token, generation.logprobs, generation.logprobs_of
+        )
         return (TokenLogprob(text(token), token, own, tuple((text(t), t, p) for t, p in best)),)
 
 

@@ -49,7 +49,7 @@ class SlicedPrefill:
     _start: int = 0
     _stop: int = 0
     _read: int = 0
-    _waited: bool = False
+    _skipped_slice: bool = False
     _refused: set[str] = field(default_factory=set)
 
     def advance(
@@ -103,13 +103,13 @@ class SlicedPrefill:
         self._start = job.n_kv
         self._stop = len(job.tokens) - 1
         self._read = 0
-        self._waited = False
+        self._skipped_slice = False
 
     def _is_long(self, job: RunningRequest) -> bool:
         """True for a long prompt with at least half of it left to read. Otherwise too much computed
         KV would have to be copied."""
-        new = job.prefilling and job.running and not job.media
-        return new and job.pending > self.min_tokens and job.n_kv <= job.pending
+        is_prefill = job.prefilling and job.running and not job.media
+        return is_prefill and job.pending > self.min_tokens and job.n_kv <= job.pending
 
     def excludes(self, job: RunningRequest) -> bool:
         """True if a request must not be in this step. This holds for the prompt read in slices, and
@@ -119,15 +119,17 @@ class SlicedPrefill:
             return False
         if job is self.job or not job.prefilling:
             return job is self.job
-        return not self._goes_first(job) and (not self._waited or self._waits_for_slices(job))
+        return not self._has_priority(job) and (
+            not self._skipped_slice or self._waits_for_slices(job)
+        )
 
     def _waits_for_slices(self, job: RunningRequest) -> bool:
         """True if the job waits until the sliced prompt is read. This holds for long prompts,
         unless they have much less to read (`_SHORTER_SHARE`)."""
-        left = self._stop - self._start - self._read
-        return self._is_long(job) and job.pending >= _SHORTER_SHARE * left
+        rest_tokens = self._stop - self._start - self._read
+        return self._is_long(job) and job.pending >= _SHORTER_SHARE * rest_tokens
 
-    def _goes_first(self, job: RunningRequest) -> bool:
+    def _has_priority(self, job: RunningRequest) -> bool:
         """True if the job's tenant has received fewer tokens than the tenant of the sliced prompt.
         Then the job goes first."""
         return self.job is not None and (self.shares.tokens_computed(job.share_key) or 0) < (
@@ -160,17 +162,17 @@ class SlicedPrefill:
         """True if other prompts are read in this step instead: those of a tenant that goes first,
         or shorter prompts in every second step."""
         reading = [j for j in running if j.steppable and j.prefilling]
-        if any(self._goes_first(job) for job in reading):
+        if any(self._has_priority(job) for job in reading):
             return True
         shorter = any(job is not self.job and not self._waits_for_slices(job) for job in reading)
-        self._waited = shorter and not self._waited
-        return self._waited
+        self._skipped_slice = shorter and not self._skipped_slice
+        return self._skipped_slice
 
     def _join(self, seconds: float) -> None:
         """Append computed pieces to the KV for about `seconds`, at least one piece."""
         assert self._slices is not None
         assert self.job is not None
-        begun = self.clock()
+        started = self.clock()
         pieces = 0
         while self._slices is not None:
             left = self._slices.join()
@@ -178,7 +180,7 @@ class SlicedPrefill:
             pieces += 1
             if not left:
                 self.close()
-            elif (self.clock() - begun) * (pieces + 1) / pieces > seconds:
+            elif (self.clock() - started) * (pieces + 1) / pieces > seconds:
                 break
 
     def _keep(self) -> None:
@@ -225,25 +227,25 @@ class PrefillInterrupt:
         if backend.capabilities.interruptible:
             self._backend = backend
         self._lock = threading.Lock()
-        self._reading: str | None = None
+        self._interruptible_id: str | None = None
         self._cancelled: set[str] = set()
 
     @contextmanager
     def running(self, grants: Sequence[Grant]) -> Iterator[None]:
         """Context manager around a step of `grants`. Raises InterruptedStepError if the only
         request is about to leave."""
-        alone = None
+        single_prefill = None
         if len(grants) == 1 and grants[0].prefill:
-            alone = grants[0].key
+            single_prefill = grants[0].key
         with self._lock:
-            if alone in self._cancelled:
+            if single_prefill in self._cancelled:
                 raise InterruptedStepError("the client has disconnected")
-            self._reading = alone
+            self._interruptible_id = single_prefill
         try:
             yield
         finally:
             with self._lock:
-                self._reading = None
+                self._interruptible_id = None
 
     def mark_cancelled(self, request_id: str) -> None:
         """Note that this request will be cancelled between two steps. Interrupts the current step
@@ -252,7 +254,7 @@ class PrefillInterrupt:
             return
         with self._lock:
             self._cancelled.add(request_id)
-            if self._reading == request_id:
+            if self._interruptible_id == request_id:
                 self._backend.interrupt()
 
     def forget_cancelled(self, request_id: str) -> None:

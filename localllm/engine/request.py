@@ -293,14 +293,16 @@ def running_request(
     generation = request.generation
     room = backend.info.n_ctx - len(prompt)
 
-    def spell(token: int) -> bytes:
+    def token_text(token: int) -> bytes:
         if token >= 0:
             return backend.token_bytes(token, special=True)
         return b""
 
-    thought = None
+    thinking_budget = None
     if request.thinking is not None:
-        thought = ThinkingBudget(request.thinking, len(prompt), backend.tokenize, spell)
+        thinking_budget = ThinkingBudget(
+            request.thinking, len(prompt), backend.tokenize, token_text
+        )
     eog = {t for t in backend.info.eog_tokens if t < backend.info.n_vocab}
     min_length = 0
     if generation.min_tokens:
@@ -309,22 +311,25 @@ def running_request(
         min_length=min_length,
         end_tokens=tuple(eog | {t for t in generation.stop_token_ids if t < backend.info.n_vocab}),
         never=tuple(eog) if generation.ignore_eos else (),
-        thought=thought,
-        text=spell,
+        thought=thinking_budget,
+        text=token_text,
     )
     constraint = None
     if request.constraint is not None:
         constraint = AnswerConstraint(
-            request.constraint, spell, partial(_put_tokens, backend), backend.info.eog_tokens
+            request.constraint,
+            token_text,
+            partial(_inserted_tokens, backend),
+            backend.info.eog_tokens,
         )
-    shown = partial(backend.token_bytes, special=request.render_control)
+    visible_bytes = partial(backend.token_bytes, special=request.render_control)
     job = RunningRequest(
         request=request,
         tokens=list(prompt),
         n_prompt=len(prompt),
         max_tokens=room,
         sampler=Sampler(generation.sampling, constraint, rules),
-        text=TextStream(shown, generation.stop, spell, request.hidden),
+        text=TextStream(visible_bytes, generation.stop, token_text, request.hidden),
         submitted_s=submitted_s,
         media=media,
         adapters=set_of(backend.info, generation.adapters),
@@ -335,14 +340,14 @@ def running_request(
         job.max_tokens = min(room, generation.max_tokens)
     if generation.prediction:
         # An answer can't be longer than the context. Megabytes would take seconds here.
-        likely = generation.prediction[: _MAX_TOKEN_CHARS * backend.info.n_ctx]
-        job.predicted = backend.tokenize(likely, special=False)
+        prediction = generation.prediction[: _MAX_TOKEN_CHARS * backend.info.n_ctx]
+        job.predicted = backend.tokenize(prediction, special=False)
     if generation.loops is not None:
         job.loop_guard = LoopGuard(generation.loops)
     return job
 
 
-def _put_tokens(backend: Backend, text: str) -> list[int]:
+def _inserted_tokens(backend: Backend, text: str) -> list[int]:
     """The tokens of a text that is inserted into an answer."""
     return tokens_within(backend, text.encode(), special=True) or backend.tokenize(text)
 

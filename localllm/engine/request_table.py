@@ -119,12 +119,12 @@ class RequestTable:
             elif constraint.in_call:
                 constraint.give_up()
             elif compilation.was_late:
-                said = f"the grammar of the answer was not compiled within {COMPILE_S:g} s"
-                self.fail(job, Failure(job.id, "server_busy", said, _COMPILE_AGAIN))
+                message = f"the grammar of the answer was not compiled within {COMPILE_S:g} s"
+                self.fail(job, Failure(job.id, "server_busy", message, _COMPILE_AGAIN))
                 continue
             else:
-                said = f"the constraint can't be enforced: {compilation.refused}"
-                self.fail(job, Failure(job.id, "unsupported_parameter", said))
+                message = f"the constraint can't be enforced: {compilation.refused}"
+                self.fail(job, Failure(job.id, "unsupported_parameter", message))
                 continue
             if not job.admissions:
                 self.events.append(self.queued(job))

@@ -69,12 +69,14 @@ def plan_step(demands: Sequence[StepDemand], limits: Limits) -> list[Grant]:
     Every decoding request gets at least one token if the batch has room for all of them. Drafts are
     shortened evenly before a request is left out.
     """
-    decoding = [w for w in demands if not w.prefill and w.decode]
-    prefilling = sorted((w for w in demands if w.prefill), key=_rank)
+    decoding = [demand for demand in demands if not demand.prefill and demand.decode]
+    prefilling = sorted((demand for demand in demands if demand.prefill), key=_rank)
     # A prefill that ends in this step needs one row of logits too.
     outputs = max(len(decoding), limits.n_outputs - min(len(prefilling), 1))
-    shares = _share([w.decode for w in decoding], min(limits.n_batch, outputs))
-    grants = [Grant(w.key, n, prefill=False) for w, n in zip(decoding, shares, strict=True) if n]
+    shares = _share([demand.decode for demand in decoding], min(limits.n_batch, outputs))
+    grants = [
+        Grant(demand.key, n, prefill=False) for demand, n in zip(decoding, shares, strict=True) if n
+    ]
     return [*grants, *_prefill_grants(prefilling, sum(shares), limits)]
 
 
@@ -140,15 +142,15 @@ def _most_tokens(
 def _share(wanted: Sequence[int], budget: int) -> list[int]:
     """Give each request one, then one more in each round, until `budget` is used up or all requests
     are satisfied."""
-    given = [0] * len(wanted)
+    granted = [0] * len(wanted)
     while budget > 0:
-        open_ = [i for i, n in enumerate(wanted) if given[i] < n]
-        if not open_:
+        unmet = [i for i, n in enumerate(wanted) if granted[i] < n]
+        if not unmet:
             break
-        for i in open_[:budget]:
-            given[i] += 1
-        budget -= len(open_)
-    return given
+        for i in unmet[:budget]:
+            granted[i] += 1
+        budget -= len(unmet)
+    return granted
 
 
 def arrival(submitted_s: float, priority: int) -> float:
@@ -160,7 +162,7 @@ def arrival(submitted_s: float, priority: int) -> float:
 def admission_order(waiting: Sequence[StepDemand]) -> list[str]:
     """Keys in order of admission. The tenant with the fewest computed tokens comes first. Within a
     tenant, the fewest tokens to read come first, less an allowance for age."""
-    return [w.key for w in sorted(waiting, key=_rank)]
+    return [demand.key for demand in sorted(waiting, key=_rank)]
 
 
 def _rank(demand: StepDemand) -> tuple[bool, int, float]:
@@ -170,10 +172,10 @@ def _rank(demand: StepDemand) -> tuple[bool, int, float]:
     them first. A priority below 0 does count between tenants: until such a request has waited long,
     it comes after the requests of all tenants.
     """
-    mine = demand.prefill - demand.waited_s * _AGE_TOKENS_PER_S
+    weighted_tokens = demand.prefill - demand.waited_s * _AGE_TOKENS_PER_S
     if demand.computed is None:
-        return False, 0, mine
-    return demand.waited_s < 0, demand.computed, mine
+        return False, 0, weighted_tokens
+    return demand.waited_s < 0, demand.computed, weighted_tokens
 
 
 # (tenant, request with several choices or ""), or only (tenant,).
@@ -206,11 +208,11 @@ class Shares:
         if not self._present:
             self.computed = {}
         for part in (slice(None), slice(1)):
-            rivals = {s[part] for s in self._present}
-            if share_key[part] not in rivals:
-                least = min((self.computed[r] for r in rivals), default=CREDIT_TOKENS)
-                had = self.computed.get(share_key[part], 0)
-                self.computed[share_key[part]] = max(had, least - CREDIT_TOKENS)
+            active = {s[part] for s in self._present}
+            if share_key[part] not in active:
+                lowest = min((self.computed[r] for r in active), default=CREDIT_TOKENS)
+                own = self.computed.get(share_key[part], 0)
+                self.computed[share_key[part]] = max(own, lowest - CREDIT_TOKENS)
         self._present.add(share_key)
 
     def charge(self, share_key: ShareKey, n_tokens: int) -> None:
@@ -244,15 +246,15 @@ class Shares:
         unit = self.share_unit(share_key)
         return self.computed.get(unit, 0) - (0 if placed is None or unit in placed else _BEFORE_ALL)
 
-    def unit_to_preempt(self, for_: ShareKey, running: Iterable[ShareKey]) -> ShareKey | None:
-        """The unit whose request is preempted for one of `for_`, or None. `running` has one key per
-        running request. It is the unit with the most requests, if it has at least two more."""
+    def unit_to_preempt(self, claimant: ShareKey, running: Iterable[ShareKey]) -> ShareKey | None:
+        """The unit whose request is preempted for one of `claimant`, or None. `running` has one key
+        per running request. It is the unit with the most requests, if it has at least two more."""
         counts = Counter(map(self.share_unit, running))
         if not counts:
             return None
-        most = max(counts, key=lambda p: (counts[p], self.computed.get(p, 0)))
+        largest = max(counts, key=lambda p: (counts[p], self.computed.get(p, 0)))
         # Afterwards it still has at least as many requests, so two units never preempt each other
         # in turn.
-        if counts[most] >= counts[self.share_unit(for_)] + 2:
-            return most
+        if counts[largest] >= counts[self.share_unit(claimant)] + 2:
+            return largest
         return None

@@ -101,9 +101,9 @@ class StepCost:
         seconds = np.interp(KNOTS, measured, [seconds_by_rows[n] for n in measured])
         beyond = max(slope, 0.0) * np.maximum(np.subtract(KNOTS, last), 0)
         # One more row is never free, even if a noisy probe measured that.
-        least = _MIN_ROW * np.subtract(KNOTS, 1)
-        shape = (seconds + beyond) / self._scale_s - least
-        self._shape = [float(s) for s in np.maximum.accumulate(shape) + least]
+        floor = _MIN_ROW * np.subtract(KNOTS, 1)
+        shape = (seconds + beyond) / self._scale_s - floor
+        self._shape = [float(s) for s in np.maximum.accumulate(shape) + floor]
         self._probed = list(self._shape)
 
     def seconds(self, rows: int) -> float:
@@ -125,25 +125,32 @@ class StepCost:
         if not self._scale_s:
             self._scale_s = seconds / self._shape_of(rows)
             return
-        off = math.log(seconds / self.seconds(rows))
-        near = max(-_MAX_SURPRISE, min(_MAX_SURPRISE, off))
+        log_error = math.log(seconds / self.seconds(rows))
+        limited_error = max(-_MAX_SURPRISE, min(_MAX_SURPRISE, log_error))
         # A step with drafts that is slow must not make steps without drafts look slow, too.
-        self._scale_s *= math.exp((_DRAFTED_SCALE_RATE if plain_rows else _SCALE_RATE) * near)
+        self._scale_s *= math.exp(
+            (_DRAFTED_SCALE_RATE if plain_rows else _SCALE_RATE) * limited_error
+        )
         if rows == 1:
             return
-        if off * self._last_log_error > 0 and min(abs(off), abs(self._last_log_error)) > _SURPRISE:
+        if (
+            log_error * self._last_log_error > 0
+            and min(abs(log_error), abs(self._last_log_error)) > _SURPRISE
+        ):
             self._reshape(
                 rows,
-                max(-_MAX_SURPRISE_TWICE, min(_MAX_SURPRISE_TWICE, off)) * _SURPRISED_RATE,
+                max(-_MAX_SURPRISE_TWICE, min(_MAX_SURPRISE_TWICE, log_error)) * _SURPRISED_RATE,
                 plain_rows,
                 _NEIGHBOUR_SHARE,
             )
         else:
-            self._reshape(rows, near * _SHAPE_RATE, plain_rows)
-        self._last_log_error = off
+            self._reshape(rows, limited_error * _SHAPE_RATE, plain_rows)
+        self._last_log_error = log_error
 
-    def _reshape(self, rows: int, by: float, plain_rows: int, neighbour_share: float = 0.0) -> None:
-        """Change the logarithm of the shape at `rows` by `by`. The knots around it, above
+    def _reshape(
+        self, rows: int, log_change: float, plain_rows: int, neighbour_share: float = 0.0
+    ) -> None:
+        """Change the logarithm of the shape at `rows` by `log_change`. The knots around it, above
         `plain_rows`, change by `neighbour_share`, then `neighbour_share`² … times that."""
         low, high, part = _AROUND[min(rows, KNOTS[-1])]
         for i in range(1, len(KNOTS)):
@@ -151,7 +158,7 @@ class StepCost:
             if neighbour_share and low != i != high:
                 weight = neighbour_share ** (low - i if i < low else i - high)
             if weight and KNOTS[i] > plain_rows:
-                self._shape[i] *= math.exp(by * weight)
+                self._shape[i] *= math.exp(log_change * weight)
 
 
 STALL_RATIO = 7.0
@@ -214,7 +221,7 @@ class PrefillCost:
         self.token_s = token_s
         self._fixed_s = 0.0
         # covariance of both parts
-        self._unsure = np.zeros((2, 2))
+        self._covariance = np.zeros((2, 2))
 
     def seconds(self, n_tokens: int, steps: int = 1) -> float:
         """Expected seconds of `steps` steps with `n_tokens` tokens together."""
@@ -236,23 +243,23 @@ class PrefillCost:
 
     def learn(self, n_tokens: int, seconds: float, steps: int = 1) -> None:
         """Learn that `steps` steps with `n_tokens` tokens together took `seconds`."""
-        thought_s = self.seconds(n_tokens, steps)
-        if thought_s:
-            seconds = min(seconds, _MAX_SLOWDOWN * thought_s)
+        expected_s = self.seconds(n_tokens, steps)
+        if expected_s:
+            seconds = min(seconds, _MAX_SLOWDOWN * expected_s)
         else:
-            self._unsure = np.diag([_FIXED, 1 / n_tokens]) ** 2 * seconds**2
-        had = np.array([steps, n_tokens])
-        difference = seconds - thought_s
+            self._covariance = np.diag([_FIXED, 1 / n_tokens]) ** 2 * seconds**2
+        regressors = np.array([steps, n_tokens])
+        difference = seconds - expected_s
         noise_s = (_SLOWER_NOISE if difference > 0 else _FASTER_NOISE) * seconds
-        covariance = self._unsure @ had
-        gain = covariance / (had @ covariance + noise_s**2)
+        covariance = self._covariance @ regressors
+        gain = covariance / (regressors @ covariance + noise_s**2)
         fixed_s = self._fixed_s + float(gain[0]) * difference
         # The fixed part can't be negative: the tokens take the rest of the correction.
         token_s = self.token_s + float(gain[1]) * difference + min(fixed_s, 0.0) * steps / n_tokens
         self._fixed_s = max(fixed_s, 0.0)
         self.token_s = max(token_s, self.token_s / 2, 1e-9)
         drift = _DRIFT * np.array([self.seconds(_FIXED_TOKENS), self.token_s])
-        self._unsure += np.diag(drift**2) - np.outer(gain, covariance)
+        self._covariance += np.diag(drift**2) - np.outer(gain, covariance)
 
 
 class ChunkSizer(PrefillCost):
@@ -282,12 +289,12 @@ class ChunkSizer(PrefillCost):
     def decode_s(self) -> float:
         """Seconds of a decode step without drafts for the current number of streams, or about as
         many; 0 if not measured yet."""
-        alike = [s for n, s in self._decodes if n == self._streams]
-        if len(alike) < _MIN_STEPS:
-            near = [s for n, s in self._decodes if n <= 2 * self._streams <= 4 * n]
-            alike = near or [s for _, s in self._decodes]
-        if alike:
-            return statistics.median(alike)
+        samples = [s for n, s in self._decodes if n == self._streams]
+        if len(samples) < _MIN_STEPS:
+            similar = [s for n, s in self._decodes if n <= 2 * self._streams <= 4 * n]
+            samples = similar or [s for _, s in self._decodes]
+        if samples:
+            return statistics.median(samples)
         return 0.0
 
     @property
@@ -327,13 +334,13 @@ class ChunkSizer(PrefillCost):
 
         If there are `several_keys`, a request of another key may arrive and wait for the step, so
         a step that takes longer has one tile."""
-        least = _PROMPT_CHUNK
+        min_tokens = _PROMPT_CHUNK
         if self._on_device:
-            least = _DEVICE_CHUNK
+            min_tokens = _DEVICE_CHUNK
             step_s = max(step_s, _DEVICE_STEP_S)
-        elif step_s and self.seconds(least) > (step_s if several_keys else SINGLE_STEP_S):
-            least = _TILE
-        return min(self._n_batch, max(least, self.tokens_in(step_s) // _TILE * _TILE))
+        elif step_s and self.seconds(min_tokens) > (step_s if several_keys else SINGLE_STEP_S):
+            min_tokens = _TILE
+        return min(self._n_batch, max(min_tokens, self.tokens_in(step_s) // _TILE * _TILE))
 
     def observe(self, *, decoded: int, prefilled: int, seconds: float, waited: bool = True) -> None:
         """Learn from a finished step. `waited`: False if the step was only submitted. Its computing
@@ -354,8 +361,8 @@ class ChunkSizer(PrefillCost):
                 depth_s = self._depth_s if decoded else 0.0
                 self.learn(tokens, max(seconds - depth_s, seconds / 2), steps)
                 if decoded and self._on_device:
-                    thought_s = self.seconds(tokens, steps) + steps * depth_s
-                    self._nonlinear_share = min(max(1 - thought_s / seconds, 0.0), _MAX_NONLINEAR)
+                    expected_s = self.seconds(tokens, steps) + steps * depth_s
+                    self._nonlinear_share = min(max(1 - expected_s / seconds, 0.0), _MAX_NONLINEAR)
             self._recent_prefill = max(
                 self._recent_prefill // 2 if decoded else self._recent_prefill, prefilled
             )

@@ -91,13 +91,13 @@ def test_background_requests_take_turns_in_the_free_rows() -> None:
     cost.set({1: 1.0, 2: 1.1, 4: 2.0})
     turns = BackgroundTurns(cost)
     jobs: list[Any] = [Job("user", False), *(Job(f"b{i}", True) for i in range(3))]
-    seen = [{job.id for job in turns.taking_part(jobs)} - {"user"} for _ in range(6)]
+    seen = [{job.id for job in turns.choose_requests(jobs)} - {"user"} for _ in range(6)]
     assert [len(step) for step in seen] == [1] * 6
     assert set.union(*seen) == {"b0", "b1", "b2"}
     assert [job.id for job in urgent(jobs)] == ["user"]
-    assert turns.taking_part(jobs[1:]) == jobs[1:]
+    assert turns.choose_requests(jobs[1:]) == jobs[1:]
     prompt: list[Any] = [Job("user", False, prefilling=True), *jobs[1:]]
-    assert [job.id for job in turns.taking_part(prompt)] == ["user"]
+    assert [job.id for job in turns.choose_requests(prompt)] == ["user"]
 
 
 def test_background_priority_does_not_change_a_real_models_answer(few_layers: Path) -> None:
