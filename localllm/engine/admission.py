@@ -424,8 +424,8 @@ def recomputed(
     """Count the tokens of a prompt that had KV before and must be computed again, by reason
     (`metrics.RECOMPUTED`).
 
-    `known` tokens had KV, `available` of them are available, and `missed` gives the reason for some
-    of the rest.
+    `known` tokens had KV. `available` of them need no computing, and `missed` gives the reason for
+    some of the others.
     """
     missing_tokens = known - available
     by_reason = {}

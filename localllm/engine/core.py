@@ -254,7 +254,7 @@ class Engine:
             self._stalled = False
             return True
         self._admission.check_memory_pressure()
-        self.pool.kv.disk.working(False)
+        self.pool.kv.disk.set_busy(False)
         idle_s = self.clock() - self._worked_s
         # One piece at a time keeps a new request's wait short. A piece that fails is not tried
         # again at once.
@@ -269,7 +269,7 @@ class Engine:
     def _receive(self) -> None:
         """Check memory, and accept requests whose grammar is compiled."""
         self._admission.check_memory_pressure()
-        self.pool.kv.disk.working(True)
+        self.pool.kv.disk.set_busy(True)
         self._worked_s = self.clock()
         self._housekeeping = True
         self.jobs.take_compiled()

@@ -86,7 +86,7 @@ class KvReceiver:
         fetch = self._begin_copy(job, start)
         if fetch is None:
             wanted = self._wanted(job, job.tokens, start)
-            fetch = self.conductor.begin(wanted, streams=is_decoding)
+            fetch = self.conductor.begin(wanted, is_decoding=is_decoding)
         if fetch is not None:
             self._fetches[job.id] = fetch
         return fetch
@@ -145,4 +145,4 @@ class KvReceiver:
             job.fetched_tokens = 0
         if job.fetched_tokens:
             job.fetched_from = fetch.peer.name
-        self.conductor.ended(fetch, error)
+        self.conductor.learn_from(fetch, error)

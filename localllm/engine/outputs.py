@@ -176,8 +176,8 @@ class OutputProcessor:
         follow."""
         if constraint.stuck:
             return Failure(job.id, "constraint_stuck", constraint.why_stuck)
-        if constraint.wanted is not None:
-            job.compilation = self._compilation(job, constraint.wanted)
+        if constraint.required_grammar is not None:
+            job.compilation = self._compilation(job, constraint.required_grammar)
         return None
 
     def _compilation(self, job: RunningRequest, grammar: tuple[str, str]) -> Compilation:

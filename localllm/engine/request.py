@@ -311,7 +311,7 @@ def running_request(
         min_length=min_length,
         end_tokens=tuple(eog | {t for t in generation.stop_token_ids if t < backend.info.n_vocab}),
         never=tuple(eog) if generation.ignore_eos else (),
-        thought=thinking_budget,
+        thinking=thinking_budget,
         text=token_text,
     )
     constraint = None

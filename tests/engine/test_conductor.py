@@ -63,7 +63,7 @@ def chosen(
     found: Conductor, prompt: Tokens = PROMPT, start: int = 0, *, streams: bool = False
 ) -> str | None:
     """Return the name of the server that prefills the prompt (None: this one)."""
-    fetch = found.begin(WantedKv(prompt, start, ""), streams=streams)
+    fetch = found.begin(WantedKv(prompt, start, ""), is_decoding=streams)
     if fetch is None:
         return None
     fetch.close()
@@ -115,11 +115,11 @@ def test_a_fixed_limit_overrides_the_costs() -> None:
 def test_a_server_that_failed_or_has_a_smaller_context_is_left_out() -> None:
     found = conductor(0.01, 0.001, 0.002)
     fast, slow = found.peers
-    fast.most_tokens = 1000
+    fast.max_tokens = 1000
     assert chosen(found) == "server1:1"
-    slow.failed(TransferError("gone", reason="unreachable"))
+    slow.record_failure(TransferError("gone", reason="unreachable"))
     assert chosen(found) is None
-    slow.works()
+    slow.record_success()
     assert chosen(found) == "server1:1"
     assert chosen(found, PROMPT[:900]) == "server0:1"
 
@@ -136,7 +136,7 @@ def test_a_missing_block_delays_the_prompt_by_the_time_of_256_tokens() -> None:
     """A block is due after 0.256 s, and computing it here takes 2.56 s."""
     now_s = 0.0
     found = conductor(0.01, 0.001, clock=lambda: now_s)
-    fetch = found.begin(WantedKv(PROMPT, 0, ""), streams=False)
+    fetch = found.begin(WantedKv(PROMPT, 0, ""), is_decoding=False)
     assert fetch is not None
     fetch.close()
     for now_s, late in ((0.25, False), (2.8, False), (2.9, True)):
@@ -160,7 +160,7 @@ def test_servers_are_asked_for_copies_in_the_given_order() -> None:
 
     names = ["stranger:1", "first:1", "second:1"]
     assert holder(names) == "first:1"
-    first.failed(TransferError("gone", reason="unreachable"))
+    first.record_failure(TransferError("gone", reason="unreachable"))
     assert holder(names) == "second:1"
     assert holder(["stranger:1"]) is None
     assert holder(names, PROMPT[:900]) is None, "too short"

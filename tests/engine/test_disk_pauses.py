@@ -39,7 +39,7 @@ def opened(directory: Path, told: Told | None = None) -> tuple[DiskTier, Told]:
     told = told or Told()
     tier = DiskTier(directory, "model", 10**9, quiet=told)
     tier.open(PrefixCache(capacity_bytes=10**9))
-    tier.working(True)
+    tier.set_busy(True)
     return tier, told
 
 
@@ -64,7 +64,7 @@ def test_the_disk_is_not_written_while_the_engine_works(tmp_path: Path) -> None:
     block = kept(tier, 100)
     assert told.waited.acquire(timeout=10)
     assert not block.path.exists()
-    tier.working(False)
+    tier.set_busy(False)
     assert written(block.path)
     tier.close()
 
@@ -78,8 +78,8 @@ def test_a_pause_that_ends_at_once_starts_no_write(
     for _ in range(3):
         assert told.waited.acquire(timeout=10)
         assert not block.path.exists()
-        tier.working(False)
-        tier.working(True)
+        tier.set_busy(False)
+        tier.set_busy(True)
     tier.close()
     assert block.path.exists(), "closing writes what is left"
 
@@ -137,7 +137,7 @@ def test_writes_during_work_happen_in_short_turns(
 def test_blocks_that_block_a_waiting_request_are_written_without_rests(tmp_path: Path) -> None:
     watched = Watched()
     tier, _ = opened(tmp_path, watched)
-    tier.hurry(True)
+    tier.set_urgent(True)
     watched.rests.clear()
     assert written(kept(tier, 2**22).path)
     assert not watched.rests
@@ -148,7 +148,7 @@ def test_the_engine_tells_the_disk_tier_whether_it_is_working(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[bool] = []
-    monkeypatch.setattr(DiskTier, "working", lambda _self, busy: heard.append(busy))
+    monkeypatch.setattr(DiskTier, "set_busy", lambda _self, busy: heard.append(busy))
     engine = Engine(ScriptedBackend(), EngineSettings(disk_dir=str(tmp_path)))
     engine.submit(request_for("a", [4, 5, 6], max_tokens=3, ignore_eos=True), [4, 5, 6])
     while engine.has_work:

@@ -153,7 +153,7 @@ def test_a_failed_write_is_not_retried_before_the_block_is_used_again(
     tier, cache, _ = open_tier(tmp_path, BLOCK_BYTES // 2)
     line = as_tokens([1] * PIECE)
     block = tier.make_block(line, bytes(BLOCK_BYTES), 0)
-    assert cache.insert(line, block, used=7)
+    assert cache.insert(line, block, used_ns=7)
     assert tier.wants(block)
     tier.write(block, line, 7)
     tier.flush()

@@ -57,7 +57,7 @@ def test_a_transfer_rests_after_each_piece_while_streams_decode(
     fetch = KvFetch(
         peer, IDENTITY, WantedKv(PROMPT, 0, ""), 100.0, threading.Event(), yields=yields
     )
-    monkeypatch.setattr(fetch, "rest", rests.append)
+    monkeypatch.setattr(fetch, "pause", rests.append)
     fetch.begin()
     assert peer.ended.wait(60)
     assert [fetch.take().stop for _ in range(2)] == [BLOCK_TOKENS, 2 * BLOCK_TOKENS]
@@ -71,4 +71,4 @@ def test_a_closed_transfer_does_not_rest() -> None:
     peer = Sending("http://there:1", None, "m", {}, print)
     fetch = KvFetch(peer, IDENTITY, WantedKv(PROMPT, 0, ""), 100.0, threading.Event(), yields=True)
     fetch.close()
-    fetch.rest(3600.0)
+    fetch.pause(3600.0)

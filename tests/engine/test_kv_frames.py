@@ -32,7 +32,7 @@ def read(data: bytes, size: int, most: int = 2_000_000) -> list[Frame]:
 def test_frames_are_the_same_in_any_pieces(size: int) -> None:
     head, block, pads, done = read(sent(), size)
     assert head.words() == {"cached": 3}
-    assert ENTRY.opened(block.body) == DATA
+    assert ENTRY.checked_data(block.body) == DATA
     assert (pads.kind, len(pads.body)) == (b"pads", 0)
     assert done.kind == DONE
 
@@ -41,24 +41,24 @@ def test_a_damaged_byte_anywhere_makes_the_block_unreadable() -> None:
     body = bytearray(b"".join([*block_frame(ENTRY, DATA)][1:]))
     for at in (0, 20, 30, 1000, 600_000, len(body) - 9, len(body) - 1):
         body[at] ^= 4
-        assert ENTRY.opened(memoryview(body)) is None, at
+        assert ENTRY.checked_data(memoryview(body)) is None, at
         body[at] ^= 4
-    assert ENTRY.opened(memoryview(body)) == DATA
+    assert ENTRY.checked_data(memoryview(body)) == DATA
 
 
 @pytest.mark.parametrize("n", [0, 1, 30, 1300])
 def test_a_truncated_body_is_refused(n: int) -> None:
     body = b"".join([*block_frame(ENTRY, DATA)][1:])
-    assert ENTRY.opened(memoryview(body[:n])) is None
+    assert ENTRY.checked_data(memoryview(body[:n])) is None
 
 
 def test_a_block_of_other_tokens_or_another_start_is_not_taken() -> None:
     body = memoryview(b"".join([*block_frame(ENTRY, DATA)][1:]))
     others = TOKENS.copy()
     others[7] += 1
-    assert KvEntry(ENTRY.identity, others, 256).opened(body) is None
-    assert KvEntry(ENTRY.identity, TOKENS, 255).opened(body) is None
-    assert KvEntry(ENTRY.identity, TOKENS, 256, state=True).opened(body) is None
+    assert KvEntry(ENTRY.identity, others, 256).checked_data(body) is None
+    assert KvEntry(ENTRY.identity, TOKENS, 255).checked_data(body) is None
+    assert KvEntry(ENTRY.identity, TOKENS, 256, state=True).checked_data(body) is None
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_eviction_does_not_wait_again_after_all_pending_writes_ended() -> None:
     for token, block in enumerate(blocks):
         assert cache.insert([token], block)
     cache.budget.wait_for_writing = wait
-    assert cache.budget.make_room(30, used=0, force=True) == "full"
+    assert cache.budget.make_room(30, used_ns=0, force=True) == "full"
     assert waited == [True]
 
 

@@ -138,7 +138,7 @@ class OddOptions:
         command = (sys.executable, "-m", "engine.odd_worker")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         process = await JsonProcess.spawn(command, environment)
-        return WorkerClient(process, await process.load({"what": self.what}, loads="odd"))
+        return WorkerClient(process, await process.load({"what": self.what}, model_name="odd"))
 
 
 def story(what: str, hang_s: float = 1.5) -> tuple[Event, int, int]:

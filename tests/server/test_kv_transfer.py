@@ -376,7 +376,8 @@ def test_blocks_come_in_order_and_are_named_by_their_tokens(
     for i, block in enumerate(blocks):
         stop = min(BLOCK_TOKENS * (i + 1), 699)
         assert (
-            KvEntry(name, as_tokens(prompt[:stop]), BLOCK_TOKENS * i).opened(block.body) is not None
+            KvEntry(name, as_tokens(prompt[:stop]), BLOCK_TOKENS * i).checked_data(block.body)
+            is not None
         )
     later = frames(asked(sender, MAC, tokens=prompt, identity=identity, start=640))
     assert [bytes(f.body) for f in later if f.kind == BLOCK] == [bytes(blocks[10].body)]

@@ -25,7 +25,7 @@ class EmulatedReads(ReadAhead):
     def start(self) -> None:
         """Start no thread: files are read as the device's time passes."""
 
-    def piece_read(self, wanted: PendingRead, n_bytes: int, took_s: float) -> None:
+    def on_piece_read(self, wanted: PendingRead, n_bytes: int, took_s: float) -> None:
         """Ignore the duration of the real read."""
 
     def ready(self, block: Block) -> bool:

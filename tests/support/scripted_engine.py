@@ -282,13 +282,13 @@ class _Answer:
                 return
 
     def _give_matcher(self, constraint: AnswerConstraint) -> None:
-        if constraint.wanted is None:
+        if constraint.required_grammar is None:
             return
         if constraint.in_call and not self._holds_calls:
             constraint.give_up()
         else:
             matcher = _ScriptedMatcher(ends=constraint.in_call)
-            constraint.use(constraint.wanted, cast("GrammarMatcher", matcher))
+            constraint.use(constraint.required_grammar, cast("GrammarMatcher", matcher))
 
 
 class _ScriptedMatcher:

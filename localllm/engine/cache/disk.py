@@ -107,8 +107,8 @@ class DiskTier:
     bad_blocks: int = 0
     # Set while no request computes. Queued blocks are written then.
     quiet: threading.Event = field(default_factory=threading.Event)
-    _working: threading.Event = field(default_factory=threading.Event)
-    _hurry: bool = False
+    _busy: threading.Event = field(default_factory=threading.Event)
+    _urgent: bool = False
     _jobs: queue.SimpleQueue[tuple[Block, Tokens, int, float] | None] = field(
         default_factory=queue.SimpleQueue
     )
@@ -116,13 +116,13 @@ class DiskTier:
     _written: threading.Event = field(default_factory=threading.Event)
     _pending_bytes: int = 0
     # The survey at the last write, without the files that the engine has removed since.
-    _seen: FolderSurvey = field(default_factory=FolderSurvey)
+    _folder_survey: FolderSurvey = field(default_factory=FolderSurvey)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _blocks: dict[Path, Block] = field(default_factory=dict)
     _trees: tuple[PrefixCache | None, PrefixCache | None] = (None, None)
     # Files that other servers wrote.
-    _found: deque[FoundFile] = field(default_factory=deque)
+    _foreign_files: deque[FoundFile] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.budget = WriteBudget(self.directory.parent, self.daily_bytes)
@@ -140,7 +140,7 @@ class DiskTier:
             return 0
         put_label(self.directory, self.model)
         self._trees = (cache, states)
-        found: list[tuple[Block, Tokens, PrefixCache]] = []
+        indexed_blocks: list[tuple[Block, Tokens, PrefixCache]] = []
         for path in regular_files(self.directory, "*.kv"):
             indexed = read_entry(path, self.identity)
             in_tree = None
@@ -150,19 +150,21 @@ class DiskTier:
                 # A damaged file would prevent a new file of the same name.
                 path.unlink(missing_ok=True)
                 continue
-            found.append(in_tree)
+            indexed_blocks.append(in_tree)
         remove_parts(self.directory)
         # Oldest first, so that the cache knows their order. Within a sequence, its beginning comes
         # first.
-        found.sort(key=lambda e: (e[0].used_ns, e[0].start, e[0].stop))
-        entered = sum(tree.insert(tokens, block, block.used_ns) for block, tokens, tree in found)
+        indexed_blocks.sort(key=lambda e: (e[0].used_ns, e[0].start, e[0].stop))
+        n_added = sum(
+            tree.insert(tokens, block, block.used_ns) for block, tokens, tree in indexed_blocks
+        )
         self.budget.written_bytes()
         # If the directory can't be written now, it may be later. Every write tries again.
-        self._seen = FolderSurvey(max_bytes=self.capacity_bytes)
+        self._folder_survey = FolderSurvey(max_bytes=self.capacity_bytes)
         with contextlib.suppress(OSError):
-            self._seen = self._survey()
+            self._folder_survey = self._survey()
         self._start()
-        return entered
+        return n_added
 
     def _indexed(self, file: FoundFile) -> tuple[Block, Tokens, PrefixCache] | None:
         """The block of a file, its tokens and the tree for it; None if this model has no such
@@ -196,8 +198,8 @@ class DiskTier:
 
     def wants(self, block: Block) -> bool:
         """Is the block only in memory, and is it worth trying to write it?"""
-        there = block.written or block.pending or block.failed or block.data is None
-        return self.capacity_bytes > 0 and not there and not self.budget.known()[1]
+        is_stored = block.written or block.pending or block.failed or block.data is None
+        return self.capacity_bytes > 0 and not is_stored and not self.budget.known()[1]
 
     def write(self, block: Block, tokens: Tokens, until_ns: int) -> None:
         """Queue a block to be written. Files used after `until_ns` are not removed for it."""
@@ -214,19 +216,19 @@ class DiskTier:
         memory.
         """
         self._written.clear()
-        while self._found:
-            file = self._found.popleft()
+        while self._foreign_files:
+            file = self._foreign_files.popleft()
             if file.path not in self._blocks:
-                new = self._indexed(file)
-                if new is not None:
-                    new[2].insert(new[1], new[0], new[0].used_ns)
+                indexed = self._indexed(file)
+                if indexed is not None:
+                    indexed[2].insert(indexed[1], indexed[0], indexed[0].used_ns)
         while self._outcomes:
-            block, what = self._outcomes.popleft()
-            block.pending = block.pending and what == "removed"
-            block.written = what == "written"
-            block.failed = what == "failed"
+            block, outcome = self._outcomes.popleft()
+            block.pending = block.pending and outcome == "removed"
+            block.written = outcome == "written"
+            block.failed = outcome == "failed"
             trees[0].budget.changes += 1
-            if what == "removed" and block.data is None:
+            if outcome == "removed" and block.data is None:
                 for tree in trees:
                     tree.forget(block)
             if not block.written and not block.pending and self._blocks.get(block.path) is block:
@@ -260,8 +262,8 @@ class DiskTier:
         """
         data = None
         with contextlib.suppress(OSError):
-            open_it = partial(self.open_file, block.path)
-            data = read_data(open_it, self.identity, block.path.name, progress, self.n_readers)
+            open_file = partial(self.open_file, block.path)
+            data = read_data(open_file, self.identity, block.path.name, progress, self.n_readers)
             if data is None:
                 block.path.unlink(missing_ok=True)
         if data is None:
@@ -272,22 +274,27 @@ class DiskTier:
 
     # --- when to write ----------------------------------------------------------------------------
 
-    def working(self, busy: bool) -> None:
+    def set_busy(self, busy: bool) -> None:
         """Tell the writer whether a step begins (True) or no request is running (False)."""
         if busy == self.quiet.is_set():
-            (self.quiet.clear if busy else self._working.clear)()
-            (self._working.set if busy else self.quiet.set)()
+            (self.quiet.clear if busy else self._busy.clear)()
+            (self._busy.set if busy else self.quiet.set)()
 
     def missing_bytes(self, n_bytes: int, until_ns: int) -> int:
         """Bytes missing for `n_bytes` more, as far as is known, if files used until `until_ns` are
         removed.
         """
-        missing = self._seen.files_bytes + self._pending_bytes + n_bytes - self._seen.max_bytes
-        for file in self._seen.files:
+        missing = (
+            self._folder_survey.files_bytes
+            + self._pending_bytes
+            + n_bytes
+            - self._folder_survey.max_bytes
+        )
+        for file in self._folder_survey.files:
             if missing <= 0 or file.used_ns > until_ns:
                 break
-            own = self._blocks.get(file.path)
-            missing -= file.size_bytes if own is None or own.file_time_ns <= until_ns else 0
+            block = self._blocks.get(file.path)
+            missing -= file.size_bytes if block is None or block.file_time_ns <= until_ns else 0
         return missing
 
     def remove_copies(self, copies: Iterable[Copy], missing_bytes: int, until_ns: int) -> bool:
@@ -309,15 +316,15 @@ class DiskTier:
             self._blocks.pop(path, None)
             if block.data is None:
                 pool.forget(block)
-        self._seen = self._seen.without(removed)
+        self._folder_survey = self._folder_survey.without(removed)
         return True
 
-    def hurry(self, wanted: bool) -> None:
+    def set_urgent(self, is_urgent: bool) -> None:
         """Start writing without waiting for a pause, because memory is needed; or cancel that
         (False).
         """
-        self._hurry = wanted
-        if wanted:
+        self._urgent = is_urgent
+        if is_urgent:
             self.quiet.set()
 
     def flush(self) -> None:
@@ -334,13 +341,13 @@ class DiskTier:
     def _finish_writing(self) -> None:
         if self._thread is not None:
             self._jobs.put(None)
-            self.hurry(True)
+            self.set_urgent(True)
             self._thread.join()
             self._thread = None
 
     def _start(self) -> None:
-        self._hurry = False
-        self._working.clear()
+        self._urgent = False
+        self._busy.clear()
         self.quiet.set()
         self._thread = threading.Thread(target=self._write_all, name="kv-writer", daemon=True)
         self._thread.start()
@@ -352,7 +359,7 @@ class DiskTier:
             try:
                 job = self._jobs.get(timeout=tunables.FOLDER_SCAN_S)
             except queue.Empty:
-                self._look_for_files()
+                self._find_new_files()
                 continue
             if job is None:
                 break
@@ -360,24 +367,24 @@ class DiskTier:
             self._wait_for_a_pause(queued_s + tunables.WRITE_PATIENCE_S)
             with self._lock:
                 self._pending_bytes -= block.file_bytes
-            what = self._put(block, tokens, until_ns)
+            outcome = self._write_block(block, tokens, until_ns)
             self.budget.written_bytes()
-            self._outcomes.append((block, what))
+            self._outcomes.append((block, outcome))
             self._written.set()
             if self._jobs.empty():
-                self._stamp()
+                self._set_time_stamps()
             if self._scan.due:
-                self._look_for_files()
-        self._stamp()
+                self._find_new_files()
+        self._set_time_stamps()
 
-    def _look_for_files(self) -> None:
+    def _find_new_files(self) -> None:
         """Read the headers of files that other servers have written."""
         for path in self._scan.new_files(list(self._blocks)):
             indexed = read_entry(path, self.identity)
             if indexed is not None:
-                self._found.append(FoundFile(path, *indexed))
+                self._foreign_files.append(FoundFile(path, *indexed))
 
-    def _put(self, block: Block, tokens: Tokens, until_ns: int) -> Outcome:
+    def _write_block(self, block: Block, tokens: Tokens, until_ns: int) -> Outcome:
         data = block.data
         if data is None:
             # It was evicted in the meantime, so it is not needed.
@@ -396,14 +403,14 @@ class DiskTier:
         return "written"
 
     @property
-    def _must_hurry(self) -> bool:
-        return self._hurry or self._pending_bytes > tunables.WRITE_WAITING_BYTES
+    def _is_urgent(self) -> bool:
+        return self._urgent or self._pending_bytes > tunables.WRITE_WAITING_BYTES
 
     def _wait_for_a_pause(self, until_s: float) -> None:
-        while not self._must_hurry:
+        while not self._is_urgent:
             if not self.quiet.wait(max(0.0, until_s - time.monotonic())):
                 return
-            if self._hurry or not self._working.wait(tunables.WRITE_PAUSE_S):
+            if self._urgent or not self._busy.wait(tunables.WRITE_PAUSE_S):
                 return
 
     def _write_file(
@@ -414,15 +421,15 @@ class DiskTier:
         put_label(self.directory, self.model)
         self._make_room(block, until_ns)
         self.budget.count(self.directory, block.file_bytes)
-        write_pieces(block.path, entry.pieces(data), self._rest)
+        write_pieces(block.path, entry.pieces(data), self._pause)
         self.written_bytes += len(data)
 
-    def _rest(self, took_s: float) -> None:
+    def _pause(self, took_s: float) -> None:
         """Rest after a piece that took `took_s`, while steps run: computing has priority."""
-        if not self._must_hurry:
+        if not self._is_urgent:
             self.quiet.wait(min(took_s * tunables.WRITE_RESTS, tunables.WRITE_REST_S))
 
-    def _stamp(self) -> None:
+    def _set_time_stamps(self) -> None:
         """Set the files' time stamps to their last use."""
         for block in list(self._blocks.values()):
             stamp_ns = block.file_time_ns
@@ -457,40 +464,42 @@ class DiskTier:
         removed, enough = files_to_remove(files, total + block.file_bytes - max_bytes, until_ns)
         for file in removed:
             file.path.unlink(missing_ok=True)
-            gone = self._blocks.get(file.path)
-            if gone is not None:
-                self._outcomes.append((gone, "removed"))
+            removed_block = self._blocks.get(file.path)
+            if removed_block is not None:
+                self._outcomes.append((removed_block, "removed"))
         new = []
         if enough:
             new = [StoredFile(block.file_time_ns, block.file_bytes, block.path)]
-        left = sorted({*files, *new} - set(removed))
-        self._seen = FolderSurvey(left, sum(file.size_bytes for file in left), max_bytes)
+        remaining = sorted({*files, *new} - set(removed))
+        self._folder_survey = FolderSurvey(
+            remaining, sum(file.size_bytes for file in remaining), max_bytes
+        )
         if not enough:
             raise OSError("all files on disk were used more recently")
 
 
-def file_time_ns(own: Block | None, stamp_ns: int) -> int:
+def file_time_ns(block: Block | None, stamp_ns: int) -> int:
     """The time stamp that a file should have. Our own block decides, unless another server has
     stamped the file later: then it has another `stamp_ns` than the block knows."""
-    if own is None:
+    if block is None:
         return stamp_ns
-    if own.stamp_ns in (0, stamp_ns):
-        return own.file_time_ns
-    return max(own.file_time_ns, stamp_ns)
+    if block.stamp_ns in (0, stamp_ns):
+        return block.file_time_ns
+    return max(block.file_time_ns, stamp_ns)
 
 
-def tier_of(backend: Backend, wanted: EngineSettings) -> DiskTier:
-    """The disk tier for this backend's KV, with the limits in `wanted`."""
-    if wanted.disk_dir is None or wanted.disk_bytes <= 0:
+def tier_of(backend: Backend, settings: EngineSettings) -> DiskTier:
+    """The disk tier for this backend's KV, with the limits in `settings`."""
+    if settings.disk_dir is None or settings.disk_bytes <= 0:
         return DiskTier()
     identity = identity_of(backend)
     disk = DiskTier(
-        Path(wanted.disk_dir) / identity.name,
+        Path(settings.disk_dir) / identity.name,
         identity.name,
-        wanted.disk_bytes,
-        wanted.disk_free_bytes,
-        wanted.disk_daily_bytes,
-        wanted.model_name,
+        settings.disk_bytes,
+        settings.disk_free_bytes,
+        settings.disk_daily_bytes,
+        settings.model_name,
         tunables.READERS_WITH_DEVICE_KV if backend.capabilities.kv_on_device else 1,
     )
     put_label(disk.directory, disk.model)

@@ -107,18 +107,16 @@ class Block:
         self.data = None
         return True
 
-    def touch(self, at: int) -> None:
-        """Mark the block as used at `at`, in uses of the budget. A failed write may be tried
-        again.
-        """
-        self.failed = self.failed and at <= self.used_ns
-        self.used_ns = max(at, self.used_ns)
+    def touch(self, at_ns: int) -> None:
+        """Mark the block as used at `at_ns`. After that a failed write may be tried again."""
+        self.failed = self.failed and at_ns <= self.used_ns
+        self.used_ns = max(at_ns, self.used_ns)
 
 
 class Candidate(NamedTuple):
     """A block that holds memory and is not locked."""
 
-    last_used: int
+    last_used_ns: int
     depth: int
     block: Block
     pool: EvictablePool
@@ -143,8 +141,8 @@ class EvictablePool(Protocol):
 class CacheBudget:
     """`capacity_bytes` of memory for all `pools` together.
 
-    `uses`: the time of the last use, in nanoseconds of `clock` but always increasing. Files can
-        be compared by it.
+    `last_use_ns`: the time of the newest use, by `clock` but always increasing. The time stamps of
+        files can be compared with it.
     `changes`: grows with every change that may make room or change a lookup. A caller that was
         refused, or remembers a lookup, tries again if it has grown.
     `save`: writes a block that only memory holds, and may remove files used until the given time.
@@ -155,7 +153,7 @@ class CacheBudget:
     """
 
     capacity_bytes: int
-    uses: int = 0
+    last_use_ns: int = 0
     changes: int = 0
     pools: list[EvictablePool] = field(default_factory=list)
     clock: Callable[[], int] = time.time_ns
@@ -164,31 +162,31 @@ class CacheBudget:
     in_context: Callable[[], Iterable[tuple[EvictablePool, Block]]] = tuple
 
     def use(self) -> int:
-        """Return the time of a use that happens now, in the count of `uses`."""
-        self.uses = max(self.uses + 1, self.clock())
-        return self.uses
+        """Record a use that happens now, and return its time."""
+        self.last_use_ns = max(self.last_use_ns + 1, self.clock())
+        return self.last_use_ns
 
     @property
     def held_bytes(self) -> int:
         return sum(pool.held_bytes for pool in self.pools)
 
     @property
-    def forgotten(self) -> int:
+    def stale_before_ns(self) -> int:
         """Blocks used until this time are evicted even for data that could stay elsewhere."""
-        return self.uses - int(tunables.FORGOTTEN_S * 1e9)
+        return self.last_use_ns - int(tunables.STALE_S * 1e9)
 
     def make_room(
         self,
         need_bytes: int,
         *,
         prefix: Tokens | None = None,
-        used: int | None = None,
+        used_ns: int | None = None,
         force: bool = False,
     ) -> Space:
         """Free memory until `need_bytes` more fit in the capacity.
 
-        Blocks along `prefix`, and blocks used after `used` (None: now), are not evicted. `force`:
-        there will be no second try, so wait for writes if necessary.
+        Blocks along `prefix`, and blocks used after `used_ns` (None: now), are not evicted.
+        `force`: there will be no second try, so wait for writes if necessary.
         """
         missing = self.held_bytes + need_bytes - self.capacity_bytes
         if missing <= 0:
@@ -196,19 +194,19 @@ class CacheBudget:
         if need_bytes > self.capacity_bytes:
             return "full"
         keep = self._on_path(prefix)
-        until = self.uses if used is None else used
+        until_ns = self.last_use_ns if used_ns is None else used_ns
         if force:
             missing -= self._drop_copies(missing)
         # Data that could stay in the context displaces no file on disk.
         missing -= self._evict(
-            missing, keep, until, "saved" if force or until > self.forgotten else "kept"
+            missing, keep, until_ns, "saved" if force or until_ns > self.stale_before_ns else "kept"
         )
         waited = True
         while missing > 0 and waited and self._is_writing:
             if not force:
                 return "pending"
             waited = self.wait_for_writing()
-            missing -= self._evict(missing, keep, until, "saved" if waited else "evicted")
+            missing -= self._evict(missing, keep, until_ns, "saved" if waited else "evicted")
         if missing <= 0:
             return "free"
         return "full"
@@ -229,19 +227,19 @@ class CacheBudget:
 
         Returns the bytes freed.
         """
-        freed = 0
+        freed_bytes = 0
         for pool, block in self.in_context():
-            if freed >= n_bytes:
+            if freed_bytes >= n_bytes:
                 break
-            held = block.held_bytes
-            if held and not pool.demote(block):
+            held_bytes = block.held_bytes
+            if held_bytes and not pool.demote(block):
                 pool.forget(block)
-            freed += held
-        return freed
+            freed_bytes += held_bytes
+        return freed_bytes
 
     def shrink(self, n_bytes: int) -> int:
         """Free `n_bytes` of memory, or as much as is not locked. Returns the bytes freed."""
-        return self._evict(n_bytes, set(), self.uses, "evicted", all_or_nothing=False)
+        return self._evict(n_bytes, set(), self.last_use_ns, "evicted", all_or_nothing=False)
 
     def resize(self, capacity_bytes: int) -> None:
         """Change the capacity. Blocks over the new capacity stay until room is needed."""
@@ -255,7 +253,8 @@ class CacheBudget:
         With `pending_last`, blocks that are being written come last.
         """
         return sorted(
-            self.unlocked(), key=lambda c: (pending_last and c.block.pending, c.last_used, -c.depth)
+            self.unlocked(),
+            key=lambda c: (pending_last and c.block.pending, c.last_used_ns, -c.depth),
         )
 
     def unlocked(self) -> Iterable[Candidate]:
@@ -266,15 +265,15 @@ class CacheBudget:
         self,
         n_bytes: int,
         keep: set[Block],
-        until: int,
-        unwritten: Unwritten,
+        until_ns: int,
+        on_unwritten: Unwritten,
         *,
         all_or_nothing: bool = True,
     ) -> int:
         """Free up to `n_bytes` from the least recently used blocks, and return the bytes freed.
 
-        Blocks in `keep` or used after `until` are not evicted. `unwritten` decides about blocks
-        without a file:
+        Blocks in `keep` or used after `until_ns` are not evicted. `on_unwritten` decides about
+        blocks without a file:
 
             "saved": they are written if possible.
             "kept": a block that is being written stays, others are evicted.
@@ -283,31 +282,31 @@ class CacheBudget:
         `all_or_nothing`: no block is evicted unless that frees enough. Otherwise two sequences
         could evict each other's blocks by turns without either having enough room.
         """
-        freed = 0
-        lost = 0
-        coming = 0
-        can_save = unwritten == "saved"
-        doomed: list[Candidate] = []
-        for candidate in self.candidates(pending_last=unwritten == "evicted"):
-            if freed + lost + coming >= n_bytes:
+        freed_bytes = 0
+        evictable_bytes = 0
+        pending_bytes = 0
+        can_save = on_unwritten == "saved"
+        victims: list[Candidate] = []
+        for candidate in self.candidates(pending_last=on_unwritten == "evicted"):
+            if freed_bytes + evictable_bytes + pending_bytes >= n_bytes:
                 break
             block = candidate.block
             demoted = candidate.pool.demote(block)
             if demoted:
-                freed += demoted
+                freed_bytes += demoted
                 self.changes += 1
                 continue
             if can_save and not block.pending:
-                can_save = self.save(candidate, until) != "full"
-            if block.pending and unwritten != "evicted":
-                coming += block.held_bytes if unwritten == "saved" else 0
-            elif block not in keep and candidate.last_used <= until:
-                lost += block.held_bytes
-                doomed.append(candidate)
-        if all_or_nothing and freed + lost < n_bytes:
-            return freed
-        self._evict_all(doomed)
-        return freed + lost
+                can_save = self.save(candidate, until_ns) != "full"
+            if block.pending and on_unwritten != "evicted":
+                pending_bytes += block.held_bytes if on_unwritten == "saved" else 0
+            elif block not in keep and candidate.last_used_ns <= until_ns:
+                evictable_bytes += block.held_bytes
+                victims.append(candidate)
+        if all_or_nothing and freed_bytes + evictable_bytes < n_bytes:
+            return freed_bytes
+        self._evict_all(victims)
+        return freed_bytes + evictable_bytes
 
     def _evict_all(self, candidates: Iterable[Candidate]) -> None:
         for candidate in candidates:
@@ -322,10 +321,10 @@ def surplus_states(points: Sequence[tuple[int, bool]], interval: int) -> set[int
     there.
     """
     surplus = set()
-    before = 0
-    for i, (stop, forks) in enumerate(points):
-        if forks or stop - before >= interval or i >= len(points) - tunables.NEWEST_STATES:
-            before = stop
+    last_kept = 0
+    for i, (stop, is_branch) in enumerate(points):
+        if is_branch or stop - last_kept >= interval or i >= len(points) - tunables.NEWEST_STATES:
+            last_kept = stop
         else:
             surplus.add(stop)
     return surplus
@@ -339,16 +338,16 @@ class IdleSequence:
     """A finished sequence that is still in the context.
 
     `exported`: all of it is in the prefix cache.
-    `space`: whether there was room to export more of it, when the cache had seen `as_of` changes.
-    `used`: when its request ended, in uses of the cache. Blocks used since are not evicted for it.
+    `space`: whether there was room to export more of it, as of `seen_changes` of the cache.
+    `used_ns`: when its request ended. Blocks used since are not evicted for it.
     """
 
     sequence: int
     tokens: Tokens
     exported: bool = False
-    used: int | None = None
+    used_ns: int | None = None
     space: Space = "free"
-    as_of: int | None = None
+    seen_changes: int | None = None
 
     def cache_tokens(self, start: int = 0, stop: int | None = None) -> Tokens:
         """Its tokens [start, stop)."""
@@ -387,8 +386,8 @@ def exporting_can_wait(
     KV on a device is slow to export. Idle tokens make each step longer by about `step_share`: the
     size of their KV relative to the weights.
     """
-    room = cells_free > tunables.FEW_CELLS_SHARE * info.n_ctx and n_sequences < info.n_seq_max
-    return capabilities.kv_on_device and room and step_share <= tunables.IDLE_STEP_SHARE
+    has_room = cells_free > tunables.LOW_CELLS_SHARE * info.n_ctx and n_sequences < info.n_seq_max
+    return capabilities.kv_on_device and has_room and step_share <= tunables.IDLE_STEP_SHARE
 
 
 def export_time_s(capabilities: Capabilities, n_tokens: int, token_s: float) -> float:
@@ -431,10 +430,10 @@ def files_to_remove(
 
     Files used after `used_ns` are kept. Otherwise two sequences would be written by turns forever.
     """
-    found = []
+    removed = []
     for file in sorted(files):
         if excess_bytes <= 0 or file.used_ns > used_ns:
             break
-        found.append(file)
+        removed.append(file)
         excess_bytes -= file.size_bytes
-    return found, excess_bytes <= 0
+    return removed, excess_bytes <= 0

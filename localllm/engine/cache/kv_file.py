@@ -91,27 +91,27 @@ class KvEntry:
         checksums = []
         size = tunables.FILE_PIECE_BYTES
         for at in range(0, len(head) + len(data), size):
-            behind = at - len(head)
-            piece = b"".join([head[at : at + size], data[max(behind, 0) : max(behind + size, 0)]])
+            data_at = at - len(head)
+            piece = b"".join([head[at : at + size], data[max(data_at, 0) : max(data_at + size, 0)]])
             checksums.append(_CHECKSUM.pack(zlib.crc32(piece)))
             yield piece
         yield b"".join(checksums)
 
-    def opened(self, whole: memoryview) -> memoryview | None:
-        """The exported KV in `whole`, the contents of this entry's file; None if it is another file
-        or a checksum is wrong.
+    def checked_data(self, contents: memoryview) -> memoryview | None:
+        """The exported KV in `contents`, the contents of this entry's file; None if it is another
+        file or a checksum is wrong.
         """
-        body_bytes = _body_bytes(len(whole))
+        body_bytes = _body_bytes(len(contents))
         head = self._head(body_bytes - _HEAD.size - self.tokens.nbytes)
-        if whole[: len(head)] != head:
+        if contents[: len(head)] != head:
             return None
         checksums = []
         for at in range(0, body_bytes, tunables.FILE_PIECE_BYTES):
-            piece = whole[at : min(at + tunables.FILE_PIECE_BYTES, body_bytes)]
+            piece = contents[at : min(at + tunables.FILE_PIECE_BYTES, body_bytes)]
             checksums.append(_CHECKSUM.pack(zlib.crc32(piece)))
-        if b"".join(checksums) != whole[body_bytes:]:
+        if b"".join(checksums) != contents[body_bytes:]:
             return None
-        return whole[len(head) : body_bytes].toreadonly()
+        return contents[len(head) : body_bytes].toreadonly()
 
     def _head(self, n_data: int) -> bytes:
         """The part before `n_data` bytes of KV."""
@@ -173,14 +173,14 @@ def read_data(
     OSError.
     """
     with open_file() as f:
-        whole = np.empty(f.seek(0, os.SEEK_END), dtype=np.uint8).data
-        body_bytes = _body_bytes(len(whole))
+        contents = np.empty(f.seek(0, os.SEEK_END), dtype=np.uint8).data
+        body_bytes = _body_bytes(len(contents))
         f.seek(0)
         entry = _entry(f, body_bytes, identity, name)
         if entry is None:
             return None
         f.seek(body_bytes)
-        f.readinto(whole[body_bytes:])
+        f.readinto(contents[body_bytes:])
     starts = range(0, body_bytes, tunables.FILE_PIECE_BYTES)
     checksums = [b""] * len(starts)
     share = max(1, -(-len(starts) // n_threads))
@@ -189,7 +189,7 @@ def read_data(
         with contextlib.suppress(OSError), open_file() as f:
             f.seek(starts[first])
             for i in range(len(starts))[first : first + share]:
-                piece = whole[starts[i] : min(starts[i] + tunables.FILE_PIECE_BYTES, body_bytes)]
+                piece = contents[starts[i] : min(starts[i] + tunables.FILE_PIECE_BYTES, body_bytes)]
                 started = time.perf_counter()
                 f.readinto(piece)
                 checksums[i] = _CHECKSUM.pack(zlib.crc32(piece))
@@ -204,18 +204,18 @@ def read_data(
         thread.start()
     for thread in threads:
         thread.join()
-    if b"".join(checksums) != whole[body_bytes:]:
+    if b"".join(checksums) != contents[body_bytes:]:
         return None
-    return whole[_HEAD.size + entry.tokens.nbytes : body_bytes].toreadonly()
+    return contents[_HEAD.size + entry.tokens.nbytes : body_bytes].toreadonly()
 
 
 def write_pieces(
-    path: Path, pieces: Iterable[bytes | memoryview], rest: Callable[[float], object]
+    path: Path, pieces: Iterable[bytes | memoryview], pause: Callable[[float], object]
 ) -> None:
     """Write a temporary file and rename it, so that an incomplete file is never used. The temporary
     name is this process's own, because another process may write the same file.
 
-    Calls `rest` after each piece with the seconds that it took. Raises OSError.
+    Calls `pause` after each piece with the seconds that it took. Raises OSError.
     """
     part = part_of(path)
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -224,7 +224,7 @@ def write_pieces(
             started = time.perf_counter()
             for piece in pieces:
                 f.write(piece)
-                rest(time.perf_counter() - started)
+                pause(time.perf_counter() - started)
                 started = time.perf_counter()
         part.replace(path)
     except OSError:
@@ -271,7 +271,7 @@ class ReadAhead:
         self._clock = clock
         self._ahead_bytes = ahead_bytes
         # Only the engine's thread changes this dict.
-        self._wanted: dict[Block, PendingRead] = {}
+        self._pending: dict[Block, PendingRead] = {}
         self.jobs: queue.SimpleQueue[PendingRead | None] = queue.SimpleQueue()
         # Set after each read, and by other threads after anything else that the engine waits for.
         self.wake = threading.Event()
@@ -289,35 +289,35 @@ class ReadAhead:
 
         Returns False, with no effect, if enough is requested already and the block is not `due`.
         """
-        wanted = self._wanted.get(block)
-        if wanted is not None:
-            wanted.users += 1
+        pending = self._pending.get(block)
+        if pending is not None:
+            pending.users += 1
             return True
         if not due and self.wanted_bytes + block.size_bytes > self._ahead_bytes:
             return False
-        wanted = self._wanted[block] = PendingRead(block, block.size_bytes)
+        pending = self._pending[block] = PendingRead(block, block.size_bytes)
         self.wanted_bytes += block.size_bytes
         self.start()
-        self.jobs.put(wanted)
+        self.jobs.put(pending)
         return True
 
     def ready(self, block: Block) -> bool:
         """Is the read finished, successfully or not?"""
-        wanted = self._wanted.get(block)
-        return wanted is not None and wanted.done
+        pending = self._pending.get(block)
+        return pending is not None and pending.done
 
     def get(self, block: Block) -> memoryview | None:
         """The data of a block that is `ready`; None if the read failed."""
-        return self._wanted[block].data
+        return self._pending[block].data
 
     def release(self, block: Block) -> None:
         """Withdraw one request for the block."""
-        wanted = self._wanted.get(block)
-        if wanted is None:
+        pending = self._pending.get(block)
+        if pending is None:
             return
-        wanted.users -= 1
-        if not wanted.users:
-            del self._wanted[block]
+        pending.users -= 1
+        if not pending.users:
+            del self._pending[block]
             self.wanted_bytes -= block.size_bytes
 
     def wait(self, seconds: float) -> None:
@@ -338,15 +338,15 @@ class ReadAhead:
         Both times are measured on this machine. If neither is measured yet, reading is tried.
         """
         # A read that has given no data for this long is expected to take as long again.
-        late_s = 0.0
-        if self.stalled_s > tunables.READ_LATE_S:
-            late_s = self.stalled_s
+        stalled_s = 0.0
+        if self.stalled_s > tunables.READ_STALLED_S:
+            stalled_s = self.stalled_s
         left_bytes = 0.0
         for block in blocks:
-            wanted = self._wanted.get(block)
-            left_bytes += block.size_bytes if wanted is None else wanted.left_bytes
-        read_s = max(left_bytes * self._speed.rate(0.0, 0.0), late_s)
-        return read_s < (compute_s or tunables.READ_STUCK_S)
+            pending = self._pending.get(block)
+            left_bytes += block.size_bytes if pending is None else pending.left_bytes
+        read_s = max(left_bytes * self._speed.rate(0.0, 0.0), stalled_s)
+        return read_s < (compute_s or tunables.READ_TIMEOUT_S)
 
     @property
     def stalled_s(self) -> float:
@@ -359,13 +359,13 @@ class ReadAhead:
     def close(self) -> None:
         """Stop reading."""
         if self._thread is not None:
-            for wanted in self._wanted.values():
-                wanted.users = 0
+            for pending in self._pending.values():
+                pending.users = 0
             self.jobs.put(None)
             self._thread.join(tunables.READ_CLOSE_S)
             self._thread = None
             self.wanted_bytes = 0
-            self._wanted.clear()
+            self._pending.clear()
 
     # --- the reader's thread ----------------------------------------------------------------------
 
@@ -384,25 +384,25 @@ class ReadAhead:
         self._awaited.wait(min(took_s, tunables.READ_REST_S))
 
     def _read_all(self) -> None:
-        for wanted in iter(self.jobs.get, None):
-            if wanted.users:
-                self.read(wanted)
+        for pending in iter(self.jobs.get, None):
+            if pending.users:
+                self.read(pending)
 
-    def read(self, wanted: PendingRead) -> None:
+    def read(self, pending: PendingRead) -> None:
         """Read an entire file."""
         self._since_s = self._clock()
         try:
-            wanted.data = self._read(wanted.block, partial(self.piece_read, wanted))
+            pending.data = self._read(pending.block, partial(self.on_piece_read, pending))
         except (OSError, MemoryError):
-            wanted.data = None
+            pending.data = None
         self._since_s = None
-        wanted.left_bytes = 0
-        wanted.done = True
+        pending.left_bytes = 0
+        pending.done = True
         self.wake.set()
 
-    def piece_read(self, wanted: PendingRead, n_bytes: int, took_s: float) -> None:
+    def on_piece_read(self, pending: PendingRead, n_bytes: int, took_s: float) -> None:
         """Account for a piece of a file. Each of its reader threads reports its own pieces."""
         self.learn(n_bytes, took_s)
-        wanted.left_bytes -= n_bytes
+        pending.left_bytes -= n_bytes
         self.rest(took_s)
         self._since_s = self._clock()

@@ -64,14 +64,14 @@ class PromptMatch:
         self._planned: tuple[Hashable, RestorePlan] | None = None
 
     def shared(self, other: TokenSequence) -> int:
-        same, differs = self._shared.get(other, (0, False))
+        n_equal, differs = self._shared.get(other, (0, False))
         n = min(len(other.tokens), len(self.tokens))
-        if same < n and not differs:
-            new = common_prefix(other.cache_tokens(same, n), self.tokens[same:n])
-            differs = new < n - same
-            same += new
-            self._shared[other] = same, differs
-        return min(same, n)
+        if n_equal < n and not differs:
+            n_more = common_prefix(other.cache_tokens(n_equal, n), self.tokens[n_equal:n])
+            differs = n_more < n - n_equal
+            n_equal += n_more
+            self._shared[other] = n_equal, differs
+        return min(n_equal, n)
 
     def plan(self, version: Hashable, make: Callable[[Tokens], RestorePlan]) -> RestorePlan:
         """Return what to restore from the cache: the result of `make` for this `version` of the
@@ -98,7 +98,7 @@ class FollowedTree:
         n_tokens = min(n_tokens, len(sequence.tokens))
         node = self._reached.get(sequence, self._tree.root)
         # The node may have been removed since, or the sequence truncated.
-        while node.parent is not None and (node.stop > n_tokens or not node.is_placed):
+        while node.parent is not None and (node.stop > n_tokens or not node.is_attached):
             node = node.parent
         known = node.stop
         last: Node | None = node
@@ -204,22 +204,22 @@ def plan_restore(
         parts = tuple(part for part in match.parts if should_load(part.block, part.n_tokens))
         unread = match.saved - sum(part.n_tokens for part in parts)
         return RestorePlan(((cache, match),), parts, unread, match.known)
-    length = reached = len(prompt)
+    length = usable = len(prompt)
     if not snapshots:
         length = match.length
-        reached = 0
+        usable = 0
         for part in match.parts:
-            if part.start > reached or not should_load(part.block, part.n_tokens):
+            if part.start > usable or not should_load(part.block, part.n_tokens):
                 break
-            reached = part.stop
+            usable = part.stop
     unread = states.peek(prompt[:length]).saved
-    state = longest(states, prompt[:reached], should_load)
+    state = longest(states, prompt[:usable], should_load)
     known = max(match.known, states.peek(prompt).known)
     match = cache.peek(prompt[: state.saved])
     # The state covers the tokens after the pieces: 0 tokens, or all of them for a snapshot.
-    last = [replace(part, start=match.length) for part in state.parts]
+    state_part = [replace(part, start=match.length) for part in state.parts]
     return RestorePlan(
-        ((cache, match), (states, state)), (*match.parts, *last), unread - state.saved, known
+        ((cache, match), (states, state)), (*match.parts, *state_part), unread - state.saved, known
     )
 
 
@@ -255,10 +255,10 @@ class PrefixHistory:
     def known(self, tokens: Tokens) -> int:
         """The number of leading tokens that had KV, rounded down to whole history steps."""
         length = 0
-        for length_there, key in _prefixes(tokens):
+        for stop, key in _prefixes(tokens):
             if key not in self._prefixes:
                 break
-            length = length_there
+            length = stop
         return length
 
 

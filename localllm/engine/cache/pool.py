@@ -50,7 +50,7 @@ class SequencePool:
         self.idle: list[IdleSequence] = []
         self.running: Mapping[str, RunningSequence] = {}
         kv.budget.in_context = self.in_context
-        self._leaving: int | None = None
+        self._evicting: int | None = None
         memory = backend.memory()
         self._token_share = memory.kv_bytes / backend.info.n_ctx / max(memory.weights_bytes, 1)
         self.restored_tokens = 0
@@ -74,7 +74,7 @@ class SequencePool:
         are needed.
         """
         self._sync()
-        most = len(prompt.tokens) - 1
+        max_reused = len(prompt.tokens) - 1
         plan = prompt.plan(self.kv.version(), self.kv.plan)
         known = plan.known
         length = plan.saved if plan.saved >= tunables.MIN_TOKENS else 0
@@ -85,33 +85,33 @@ class SequencePool:
                 continue
             idle = other if isinstance(other, IdleSequence) else None
             if isinstance(other, IdleSequence):
-                n_held = len(other.tokens)
+                n_present = len(other.tokens)
             else:
-                n_held = other.n_kv
-            shared = media_boundary(prompt.tokens, min(most, n_held, prompt.shared(other)))
+                n_present = other.n_kv
+            shared = media_boundary(prompt.tokens, min(max_reused, n_present, prompt.shared(other)))
             known = max(known, shared)
             # Taking over an idle sequence costs less than a fork, so it wins if both hold as many
             # tokens.
-            least = max(best.length + (idle is None), 1)
-            if not shared or shared + plan.saved_after(shared) < least:
+            min_length = max(best.length + (idle is None), 1)
+            if not shared or shared + plan.saved_after(shared) < min_length:
                 continue
-            reused, state = self._reusable_tokens(other.sequence, shared, n_held, prompt.tokens)
+            reused, state = self._reusable_tokens(other.sequence, shared, n_present, prompt.tokens)
             further = plan.rest_after(reused)
             length = reused + further.saved
-            if length < least:
+            if length < min_length:
                 continue
             best = PrefixSource(length, known, reused, idle, other.sequence, further, state)
         return replace(best, known=known)
 
     def _reusable_tokens(
-        self, sequence: int, shared: int, n_held: int, prompt: Tokens
+        self, sequence: int, shared: int, n_present: int, prompt: Tokens
     ) -> tuple[int, Block | None]:
         """How many of the `shared` tokens another sequence could take over, and the state this
         needs.
 
-        `n_held`: the tokens that the source sequence holds in total.
+        `n_present`: the tokens that the source sequence holds in total.
         """
-        if shared == n_held or self._can_split or self._backend.can_rewind(sequence, shared):
+        if shared == n_present or self._can_split or self._backend.can_rewind(sequence, shared):
             return shared, None
         return self.kv.longest_state(prompt[:shared])
 
@@ -165,7 +165,7 @@ class SequencePool:
         if self.kv.states is None or self.kv.snapshots or source.state is not None:
             return
         point, _ = self.kv.longest_state(prompt[: source.reused])
-        if source.reused - point > tunables.WORTH_A_STATE_TOKENS:
+        if source.reused - point > tunables.MIN_STATE_GAIN_TOKENS:
             self.checkpoint(sequence, prompt[: source.reused])
 
     def _new_sequence(self, blocking: IdleSequence | None) -> int:
@@ -264,7 +264,9 @@ class SequencePool:
             return
         self.kv.touch(tokens)
         exported = self.kv.holds(tokens)
-        self.idle.append(IdleSequence(sequence, tokens.copy(), exported, self.kv.budget.uses))
+        self.idle.append(
+            IdleSequence(sequence, tokens.copy(), exported, self.kv.budget.last_use_ns)
+        )
 
     def park(self, sequence: int, tokens: Tokens) -> None:
         """Take a running request out of the context at once, and keep its KV in the cache."""
@@ -314,16 +316,16 @@ class SequencePool:
         if not (
             busy
             and eviction.exporting_can_wait(
-                capabilities, info, self._backend.cells_free(), n_sequences, self._step_share
+                capabilities, info, self._backend.cells_free(), n_sequences, self._idle_step_share
             )
         ):
             for idle in reversed(self.idle) if self.kv.closing else self.idle:
                 if not idle.exported and self._export_next(idle):
                     break
-        self.kv.disk.hurry(self.waiting)
+        self.kv.disk.set_urgent(self.waiting)
         self._sync()
         self._evict_exported(busy=busy)
-        return any(not (idle.exported or self._refused(idle)) for idle in self.idle)
+        return any(not (idle.exported or self._has_no_room(idle)) for idle in self.idle)
 
     def evict_idle(self, n_tokens: int, *, live: int, clock: Callable[[], float]) -> None:
         """Evict idle sequences before a step that only reads `n_tokens` of prompts.
@@ -335,11 +337,11 @@ class SequencePool:
             return
         self._sync()
         self._evict_exported(busy=True)
-        seconds = eviction.export_time_s(
+        limit_s = eviction.export_time_s(
             self._backend.capabilities, n_tokens, self.kv.speed.token_s
         )
-        begun = clock()
-        while clock() - begun < seconds and self.tick(busy=True, live=live):
+        started_s = clock()
+        while clock() - started_s < limit_s and self.tick(busy=True, live=live):
             pass
 
     def make_room(
@@ -360,28 +362,28 @@ class SequencePool:
         self._sync()
         if prompt is not None and self.idle:
             self.kv.touch(prompt)
-        self.kv.set_write_patience(cells if len(self.running) <= (prompt is None) else 0)
+        self.kv.limit_write_wait(cells if len(self.running) <= (prompt is None) else 0)
         for idle in eviction.context_order(self.idle):
-            least = source.reused if idle is source.idle else 0
+            min_kept = source.reused if idle is source.idle else 0
             while not self._has_room(cells, live) and self._shorten(
-                idle, cells - self._backend.cells_free(), least
+                idle, cells - self._backend.cells_free(), min_kept
             ):
                 pass
         return self._has_room(cells, live)
 
-    def _shorten(self, idle: IdleSequence, cells: int, least: int) -> bool:
+    def _shorten(self, idle: IdleSequence, cells: int, min_kept: int) -> bool:
         """Take `cells`, or a piece if that is more, from the end of an idle sequence, exporting
         them first.
 
-        Its first `least` tokens stay. The whole sequence is evicted if it can't be truncated or
+        Its first `min_kept` tokens stay. The whole sequence is evicted if it can't be truncated or
         little would remain. Returns True if it has more tokens to give.
         """
         start = max(len(idle.tokens) - max(cells, tunables.PIECE_TOKENS), 0)
         divisible = self._can_split and self.kv.states is None
         start = media_boundary(
-            idle.tokens, max(start if start >= tunables.PIECE_TOKENS else 0, least)
+            idle.tokens, max(start if start >= tunables.PIECE_TOKENS else 0, min_kept)
         )
-        if (not divisible or cells <= 0) and least:
+        if (not divisible or cells <= 0) and min_kept:
             return False
         if not start or not divisible or cells <= 0:
             self._evict(idle)
@@ -389,11 +391,11 @@ class SequencePool:
         if start < len(idle.tokens):
             tokens = idle.tokens
             idle.tokens = idle.tokens[:start].copy()
-            self.kv.export_end(idle.sequence, tokens, start, idle.used)
+            self.kv.export_end(idle.sequence, tokens, start, idle.used_ns)
             self._backend.truncate(idle.sequence, start)
             idle.exported = self.kv.holds(idle.tokens)
             idle.space = "free"
-        return start > least
+        return start > min_kept
 
     def in_context(self) -> Iterator[tuple[PrefixCache, Block]]:
         """Cached blocks whose tokens are also in the context.
@@ -403,7 +405,7 @@ class SequencePool:
         if self.kv.states is not None:
             return
         for job in self.running.values():
-            if job.sequence not in (None, self._leaving):
+            if job.sequence not in (None, self._evicting):
                 yield from self._followed.copies(job, self._backend.length(job.sequence))
         for idle in reversed(self.idle):
             yield from self._followed.copies(idle, len(idle.tokens))
@@ -441,14 +443,14 @@ class SequencePool:
         )
 
     @property
-    def _step_share(self) -> float:
+    def _idle_step_share(self) -> float:
         """About the share that idle tokens add to a step, which reads the weights and all KV."""
         return self._token_share * sum(len(idle.tokens) for idle in self.idle)
 
     def _evict_exported(self, *, busy: bool) -> None:
         capabilities = self._backend.capabilities
         for idle in eviction.sequences_to_evict(
-            self.idle, capabilities, busy=busy, step_share=self._step_share
+            self.idle, capabilities, busy=busy, step_share=self._idle_step_share
         ):
             self._drop(idle)
 
@@ -461,13 +463,13 @@ class SequencePool:
         needed.
         """
         self.idle.remove(idle)
-        self._leaving = idle.sequence
+        self._evicting = idle.sequence
         if self.kv.states is None:
-            self.kv.export_end(idle.sequence, idle.tokens, 0, idle.used)
+            self.kv.export_end(idle.sequence, idle.tokens, 0, idle.used_ns)
         else:
             while not idle.exported and self._export_next(idle, force=True):
                 pass
-        self._leaving = None
+        self._evicting = None
         self._backend.drop(idle.sequence)
 
     # --- exporting --------------------------------------------------------------------------------
@@ -477,20 +479,20 @@ class SequencePool:
         self.kv.disk.sync(self.kv.trees)
         changes = self.kv.budget.changes
         for idle in self.idle:
-            if idle.exported and idle.as_of != changes:
+            if idle.exported and idle.seen_changes != changes:
                 idle.exported = self.kv.holds(idle.tokens)
-                idle.as_of = changes
+                idle.seen_changes = changes
 
-    def _refused(self, idle: IdleSequence) -> bool:
+    def _has_no_room(self, idle: IdleSequence) -> bool:
         """True if there was no room for the sequence, and the cache has not changed since."""
-        return idle.space != "free" and idle.as_of == self.kv.budget.changes
+        return idle.space != "free" and idle.seen_changes == self.kv.budget.changes
 
     def _export_next(self, idle: IdleSequence, *, force: bool = False) -> bool:
         """Export one piece. Returns False if the export fails or the cache has no room for it."""
-        if self._refused(idle) and not force:
+        if self._has_no_room(idle) and not force:
             return False
-        space = self.kv.export_next(idle.sequence, idle.tokens, idle.used, force=force)
+        space = self.kv.export_next(idle.sequence, idle.tokens, idle.used_ns, force=force)
         idle.exported = self.kv.holds(idle.tokens)
-        idle.as_of = self.kv.budget.changes
+        idle.seen_changes = self.kv.budget.changes
         idle.space = "free" if idle.exported else space or "full"
         return space in (None, "free")

@@ -87,7 +87,7 @@ class Restoration:
                 n_tokens = sum(late)
             else:
                 n_tokens = self.plan.saved
-            if self.kv.worth_reading(self._remaining_blocks(), n_tokens):
+            if self.kv.is_worth_reading(self._remaining_blocks(), n_tokens):
                 # A block that another restoration had read may be gone again.
                 self._look_ahead()
                 break

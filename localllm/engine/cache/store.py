@@ -48,13 +48,13 @@ class KvStore:
         self.budget = CacheBudget(
             cache_bytes, save=self._save, wait_for_writing=self._wait_for_writing
         )
-        able = backend.capabilities
-        self.snapshots = not able.segments
+        capabilities = backend.capabilities
+        self.snapshots = not capabilities.segments
         self.cache = PrefixCache(budget=self.budget)
-        points = able.states or self.snapshots
+        needs_states = capabilities.states or self.snapshots
         self.states: PrefixCache | None = None
         self.trees = [self.cache]
-        if points:
+        if needs_states:
             self.states = PrefixCache("state", budget=self.budget)
             self.trees.append(self.states)
         self.speed = PrefillCost()
@@ -65,7 +65,7 @@ class KvStore:
         self._export_s = 0.0  # the shortest time of a state's copy; other load only adds time
         self.lost_blocks = 0
         self.closing = False  # True on shutdown: no sequence can stay in the context.
-        self._patience_s = 0.0
+        self._write_wait_s = 0.0
         self.disk.open(self.cache, self.states)
 
     # --- reading ----------------------------------------------------------------------------------
@@ -77,8 +77,10 @@ class KvStore:
         should_load = self.should_load
         if at_once:
             should_load = self._held_in_memory
-        most = prompt[: media_boundary(prompt, len(prompt) - 1)]
-        return plan_restore(self.cache, most, should_load, self.states, snapshots=self.snapshots)
+        restorable = prompt[: media_boundary(prompt, len(prompt) - 1)]
+        return plan_restore(
+            self.cache, restorable, should_load, self.states, snapshots=self.snapshots
+        )
 
     def version(self) -> Hashable:
         """All that a plan depends on except its prompt: the blocks held, those in memory, and
@@ -117,12 +119,14 @@ class KvStore:
 
     def should_load(self, block: Block, n_tokens: int) -> bool:
         """Is reading this block faster than computing `n_tokens`, as far as is known now?"""
-        return self.worth_reading([block], n_tokens)
+        return self.is_worth_reading([block], n_tokens)
 
-    def worth_reading(self, blocks: Iterable[Block], n_tokens: int) -> bool:
+    def is_worth_reading(self, blocks: Iterable[Block], n_tokens: int) -> bool:
         """Are those of `blocks` that are not in memory read before `n_tokens` could be computed?"""
-        late = [block for block in blocks if not self.in_memory(block)]
-        return not late or self.disk.reads.is_worth_reading(late, n_tokens * self.speed.token_s)
+        on_disk = [block for block in blocks if not self.in_memory(block)]
+        return not on_disk or self.disk.reads.is_worth_reading(
+            on_disk, n_tokens * self.speed.token_s
+        )
 
     def in_memory(self, block: Block) -> bool:
         """True if no file must be read to use the block."""
@@ -135,8 +139,8 @@ class KvStore:
 
     # --- freeing memory ---------------------------------------------------------------------------
 
-    def _save(self, candidate: Candidate, until: int) -> Space:
-        return self._write(candidate.pool, candidate.block, until, leaves=True)
+    def _save(self, candidate: Candidate, until_ns: int) -> Space:
+        return self._write(candidate.pool, candidate.block, until_ns, leaves=True)
 
     # --- what is held -----------------------------------------------------------------------------
 
@@ -156,7 +160,7 @@ class KvStore:
         for tree in self.trees:
             tree.match(prefix)
         if self.states is not None and not self.snapshots:
-            self.states.prune(prefix, self.state_interval(len(prefix)))
+            self.states.mark_surplus(prefix, self.state_interval(len(prefix)))
 
     def state_interval(self, n_tokens: int) -> int:
         """Tokens between the states that are kept of a sequence of `n_tokens`.
@@ -169,14 +173,14 @@ class KvStore:
         interval = max(tunables.STATE_INTERVAL_TOKENS, n_tokens * self._state_bytes / share_bytes)
         if self._token_bytes:
             interval = max(interval, self._state_bytes / self._token_bytes / tunables.STATE_COST)
-        if self._export_s > tunables.DEAR_EXPORT_S and self.speed.token_s:
+        if self._export_s > tunables.SLOW_EXPORT_S and self.speed.token_s:
             interval = max(interval, self._export_s / (self.speed.token_s * tunables.EXPORT_SHARE))
         return 1 << (max(int(interval), 1) - 1).bit_length()
 
     # --- writing ----------------------------------------------------------------------------------
 
     def export_next(
-        self, sequence: int, prefix: Tokens, used: int | None, *, force: bool
+        self, sequence: int, prefix: Tokens, used_ns: int | None, *, force: bool
     ) -> Space | None:
         """Export the next missing piece of `prefix`, which is all that `sequence` holds.
 
@@ -185,7 +189,7 @@ class KvStore:
         """
         space: Space | None = None
         if not self.has_state(prefix):
-            space = self.store_state(sequence, prefix, used, force=force)
+            space = self.store_state(sequence, prefix, used_ns, force=force)
             if space != "full":
                 return space
         # KV after the last state can't be used.
@@ -198,18 +202,18 @@ class KvStore:
             return space
         start, stop = gap
         stop = self._piece(sequence, prefix, start, stop)
-        return self.store(sequence, prefix[:stop], start, used, force=force)
+        return self.store(sequence, prefix[:stop], start, used_ns, force=force)
 
-    def export_end(self, sequence: int, prefix: Tokens, start: int, used: int | None) -> None:
+    def export_end(self, sequence: int, prefix: Tokens, start: int, used_ns: int | None) -> None:
         """Export the missing KV of `prefix` from `start` on, which is about to leave the context.
 
-        Stops when no more room can be made by evicting blocks that were used before `used`.
+        Stops when no more room can be made by evicting blocks that were used before `used_ns`.
         """
         gap = self.cache.gap(prefix, start)
         while gap is not None:
             start, stop = gap
             stop = self._piece(sequence, prefix, start, stop)
-            if self.store(sequence, prefix[:stop], start, used, force=True) != "free":
+            if self.store(sequence, prefix[:stop], start, used_ns, force=True) != "free":
                 return
             gap = self.cache.gap(prefix, stop)
 
@@ -219,9 +223,9 @@ class KvStore:
         if self._backend.capabilities.kv_on_device:
             while self._backend.export_runs(sequence, start, stop) > tunables.MAX_RUNS:
                 stop = start + (stop - start + 1) // 2
-        whole = media_boundary(prefix, stop)
-        if whole > start:
-            return whole
+        boundary = media_boundary(prefix, stop)
+        if boundary > start:
+            return boundary
         return next_media_boundary(prefix, stop)
 
     def store(
@@ -229,7 +233,7 @@ class KvStore:
         sequence: int,
         prefix: Tokens,
         start: int,
-        used: int | None = None,
+        used_ns: int | None = None,
         *,
         force: bool = False,
     ) -> Space:
@@ -238,13 +242,15 @@ class KvStore:
         Returns "free" if there was room.
         """
         n_tokens = len(prefix) - start
-        until = used
+        until_ns = used_ns
         if not (force or self.states is not None or self.closing):
             # The sequence can stay in the context, so only blocks unused for an hour are evicted
             # for it.
-            until = min(self.budget.uses if used is None else used, self.budget.forgotten)
-        room = partial(self.budget.make_room, prefix=prefix, used=until, force=force)
-        space = room(int(self._token_bytes * n_tokens))
+            until_ns = min(
+                self.budget.last_use_ns if used_ns is None else used_ns, self.budget.stale_before_ns
+            )
+        make_room = partial(self.budget.make_room, prefix=prefix, used_ns=until_ns, force=force)
+        space = make_room(int(self._token_bytes * n_tokens))
         if space != "free":
             return space
         try:
@@ -252,16 +258,16 @@ class KvStore:
         except BackendFailure:
             return "full"
         self._token_bytes = min(self._token_bytes or len(data), len(data) / n_tokens)
-        space = room(len(data))
+        space = make_room(len(data))
         if space != "free":
             return space
-        return self._insert(self.cache, prefix, data, start, used)
+        return self._insert(self.cache, prefix, data, start, used_ns)
 
     def store_state(
         self,
         sequence: int,
         prefix: Tokens,
-        used: int | None = None,
+        used_ns: int | None = None,
         *,
         force: bool = False,
         newer: bool = False,
@@ -273,8 +279,10 @@ class KvStore:
         """
         assert self.states is not None
         backend = self._backend
-        along = None if newer else prefix
-        room = partial(self.budget.make_room, prefix=along, used=used, force=force)
+        protected_prefix = None if newer else prefix
+        make_room = partial(
+            self.budget.make_room, prefix=protected_prefix, used_ns=used_ns, force=force
+        )
         kv_bytes = int(self._token_bytes * len(prefix))
         if self.snapshots:
             n_bytes = kv_bytes
@@ -284,7 +292,7 @@ class KvStore:
         if not self.disk.capacity_bytes and n_bytes + apart_bytes > self.budget.capacity_bytes:
             # The KV before the state would not fit into memory together with it.
             return "full"
-        space = room(n_bytes)
+        space = make_room(n_bytes)
         if space != "free":
             return space
         started = self._clock()
@@ -301,30 +309,32 @@ class KvStore:
         self._state_bytes = max(self._state_bytes, len(data))
         if self.snapshots:
             self._token_bytes = min(self._token_bytes or len(data), len(data) / n)
-        space = room(len(data))
+        space = make_room(len(data))
         if space != "free":
             return space
-        return self._insert(self.states, prefix, data, 0, used)
+        return self._insert(self.states, prefix, data, 0, used_ns)
 
     def _insert(
-        self, tree: PrefixCache, prefix: Tokens, data: bytes, start: int, used: int | None
+        self, tree: PrefixCache, prefix: Tokens, data: bytes, start: int, used_ns: int | None
     ) -> Space:
         block = self.disk.make_block(prefix, data, start, tree.kind)
-        if not tree.insert(prefix, block, used):
+        if not tree.insert(prefix, block, used_ns):
             return "full"
-        self._write(tree, block, self.budget.uses if self.closing else self.budget.forgotten)
+        self._write(
+            tree, block, self.budget.last_use_ns if self.closing else self.budget.stale_before_ns
+        )
         return "free"
 
     def _write(
-        self, pool: EvictablePool, block: Block, until: int, *, leaves: bool = False
+        self, pool: EvictablePool, block: Block, until_ns: int, *, leaves: bool = False
     ) -> Space:
         """Queue a block that is only in memory to be written, if the disk has room or room can be
         made.
 
-        Room comes from files last used by `until`. It also comes from files whose blocks are also
-        in memory or the context. If the block stays in memory (`leaves` is False), or if the
-        engine closes and no copy remains elsewhere, only copies used before it count. Otherwise
-        two blocks would replace each other's files again and again.
+        Room comes from files last used by `until_ns`. It also comes from files whose blocks are
+        also in memory or the context. If the block stays in memory (`leaves` is False), or if the
+        engine closes and no copy remains elsewhere, only copies used before it count. Otherwise two
+        blocks would replace each other's files again and again.
 
         Returns "pending" if it is queued, "free" if it can't or needn't be written, "full" if
         there is no room.
@@ -332,12 +342,12 @@ class KvStore:
         tokens = pool.tokens_of(block) if self.disk.wants(block) else None
         if tokens is None:
             return "free"
-        until = min(until, block.file_time_ns)
+        until_ns = min(until_ns, block.file_time_ns)
         before = math.inf if leaves and not self.closing else block.file_time_ns
-        for at in sorted({until, min(until, self.budget.forgotten)}):
+        for at in sorted({until_ns, min(until_ns, self.budget.stale_before_ns)}):
             missing = self.disk.missing_bytes(block.file_bytes, at)
             if missing <= 0 or self.disk.remove_copies(self._copies(before), missing, at):
-                self.disk.write(block, tokens, until)
+                self.disk.write(block, tokens, until_ns)
                 return "pending"
         return "full"
 
@@ -345,14 +355,14 @@ class KvStore:
         """Blocks with a file and another copy that were used before `before_ns`, least recently
         used first.
         """
-        held = {block: pool for pool, block in self.budget.in_context()}
-        held |= {c.block: c.pool for c in self.budget.unlocked()}
-        found = [
+        copies = {block: pool for pool, block in self.budget.in_context()}
+        copies |= {c.block: c.pool for c in self.budget.unlocked()}
+        written = [
             (pool, block)
-            for block, pool in held.items()
+            for block, pool in copies.items()
             if block.written and not block.pending and block.file_time_ns < before_ns
         ]
-        return sorted(found, key=lambda copy: copy[1].file_time_ns)
+        return sorted(written, key=lambda copy: copy[1].file_time_ns)
 
     def close(self) -> None:
         """On shutdown, write the blocks that are only in memory, most recently used first.
@@ -362,7 +372,7 @@ class KvStore:
         self.disk.flush()
         self.disk.sync(self.trees)
         for candidate in reversed(self.budget.candidates()):
-            if self._write(candidate.pool, candidate.block, self.budget.uses) == "full":
+            if self._write(candidate.pool, candidate.block, self.budget.last_use_ns) == "full":
                 return
 
     def lost(self, block: Block) -> None:
@@ -376,20 +386,20 @@ class KvStore:
 
     # --- the disk ---------------------------------------------------------------------------------
 
-    def set_write_patience(self, n_tokens: int) -> None:
+    def limit_write_wait(self, n_tokens: int) -> None:
         """Set how long an eviction for `n_tokens` may wait for writes that free memory.
 
         The limit is a share of the time that computing the tokens would take.
         """
-        self._patience_s = min(
+        self._write_wait_s = min(
             tunables.WRITE_WAIT_S, tunables.WRITE_WAIT_SHARE * n_tokens * self.speed.token_s
         )
 
     def _wait_for_writing(self) -> bool:
-        until_s = self._clock() + self._patience_s
-        self.disk.hurry(True)
-        written = self._patience_s > 0 and self.disk.wait(self._patience_s)
-        self._patience_s = until_s - self._clock()
+        until_s = self._clock() + self._write_wait_s
+        self.disk.set_urgent(True)
+        written = self._write_wait_s > 0 and self.disk.wait(self._write_wait_s)
+        self._write_wait_s = until_s - self._clock()
         self.disk.sync(self.trees)
         return written
 
@@ -434,16 +444,20 @@ def checkpoints(
     if interval is not None:
         points.add(known)
         start = max(n_kv, known)
-        points |= _paragraph(prompt, start, ends_paragraph) or _points_near_end(points, turns, n)
-        points |= _spaced(turns, n, interval)
-    last = max((p for p in points if tunables.NEAR_TOKENS <= p < n), default=0)
-    if n - last > (tunables.WORTH_A_STEP_TOKENS if last else tunables.NEAR_TOKENS):
+        points |= _last_paragraph(prompt, start, ends_paragraph) or _points_near_end(
+            points, turns, n
+        )
+        points |= _evenly_spaced(turns, n, interval)
+    last = max((p for p in points if tunables.MIN_CHECKPOINT_GAP_TOKENS <= p < n), default=0)
+    if n - last > (tunables.MIN_STEP_GAIN_TOKENS if last else tunables.MIN_CHECKPOINT_GAP_TOKENS):
         points.add(n - tunables.TAIL_TOKENS)
     required = {*turns[-2:-1], n - tunables.TAIL_TOKENS}
     if known == n - 1 and interval is not None:
         # The same prompt was sent twice, so it will probably be sent again.
         required.add(known)
-    return _not_too_close([p for p in points if tunables.NEAR_TOKENS <= p < n], required, n_kv)
+    return _not_too_close(
+        [p for p in points if tunables.MIN_CHECKPOINT_GAP_TOKENS <= p < n], required, n_kv
+    )
 
 
 def _not_too_close(points: Sequence[int], required: set[int], n_kv: int) -> list[int]:
@@ -451,14 +465,14 @@ def _not_too_close(points: Sequence[int], required: set[int], n_kv: int) -> list
     kept: list[int] = []
     for point in sorted(p for p in points if p > n_kv):
         before = kept[-1] if kept else n_kv
-        if point in required or point - before >= tunables.NEAR_TOKENS:
+        if point in required or point - before >= tunables.MIN_CHECKPOINT_GAP_TOKENS:
             kept.append(point)
     return kept
 
 
-def _paragraph(prompt: Sequence[int], start: int, ends_paragraph: IsToken) -> set[int]:
+def _last_paragraph(prompt: Sequence[int], start: int, ends_paragraph: IsToken) -> set[int]:
     """The beginning of the last paragraph, if it is far enough after `start`; else no point."""
-    worth = range(len(prompt) - 1, start + tunables.WORTH_A_PARAGRAPH_TOKENS - 1, -1)
+    worth = range(len(prompt) - 1, start + tunables.MIN_PARAGRAPH_GAIN_TOKENS - 1, -1)
     return set(next(([i] for i in worth if ends_paragraph(prompt[i - 1])), []))
 
 
@@ -467,25 +481,27 @@ def _points_near_end(points: set[int], turns: Sequence[int], n: int) -> set[int]
 
     If the turn of the answer has just begun, distances count from its beginning.
     """
-    if turns and n - turns[-1] < tunables.NEAR_TOKENS:
+    if turns and n - turns[-1] < tunables.MIN_CHECKPOINT_GAP_TOKENS:
         end = turns[-1]
     else:
         end = n
-    others = {0, *points}
+    taken_points = {0, *points}
 
     def has_neighbour(point: int) -> bool:
         return any(
-            point - tunables.POINTS_FROM_THE_END[0] <= p < point + tunables.NEAR_TOKENS
-            for p in others
+            point - tunables.POINTS_FROM_THE_END[0]
+            <= p
+            < point + tunables.MIN_CHECKPOINT_GAP_TOKENS
+            for p in taken_points
         )
 
-    found = {end - far for far in tunables.POINTS_FROM_THE_END}
-    return {point for point in found if not has_neighbour(point)}
+    points_before_end = {end - far for far in tunables.POINTS_FROM_THE_END}
+    return {point for point in points_before_end if not has_neighbour(point)}
 
 
-def _spaced(turns: Sequence[int], n: int, interval: int) -> set[int]:
-    found = set()
+def _evenly_spaced(turns: Sequence[int], n: int, interval: int) -> set[int]:
+    points = set()
     for start in range(interval, n, interval):
-        begins = [t for t in turns if start - interval < t <= start]
-        found.add(begins[-1] if begins else start)
-    return found
+        turn_starts = [t for t in turns if start - interval < t <= start]
+        points.add(turn_starts[-1] if turn_starts else start)
+    return points

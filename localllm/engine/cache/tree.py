@@ -55,13 +55,13 @@ class Node:
     block: Block | None = None
     children: dict[bytes, Node] = field(default_factory=dict)
     locks: int = 0
-    last_used: int = 0
+    last_used_ns: int = 0
     stop: int = 0
 
     def __post_init__(self) -> None:
         self.stop = self.start + len(self.edge) // TOKEN_BYTES
         if self.parent is not None:
-            self.parent.children[self.first] = self
+            self.parent.children[self.first_token] = self
 
     @property
     def n_tokens(self) -> int:
@@ -72,14 +72,14 @@ class Node:
         return np.frombuffer(self.edge, dtype=np.int32)
 
     @property
-    def first(self) -> bytes:
+    def first_token(self) -> bytes:
         """Its first token."""
         return self.edge[:TOKEN_BYTES]
 
     @property
-    def is_placed(self) -> bool:
+    def is_attached(self) -> bool:
         """Is it still its parent's child? The root is."""
-        return self.parent is None or self.parent.children.get(self.first) is self
+        return self.parent is None or self.parent.children.get(self.first_token) is self
 
     def split(self, at: int) -> Node:
         """Give its first `at` tokens to a new parent, which is returned."""
@@ -88,12 +88,12 @@ class Node:
             self.start,
             self.parent,
             locks=self.locks,
-            last_used=self.last_used,
+            last_used_ns=self.last_used_ns,
         )
         self.edge = self.edge[at * TOKEN_BYTES :]
         self.start = upper.stop
         self.parent = upper
-        upper.children[self.first] = self
+        upper.children[self.first_token] = self
         return upper
 
 
@@ -168,7 +168,7 @@ def walk(root: Node, prefix: Tokens) -> Iterator[tuple[Node, int]]:
 
 
 class PrefixCache:
-    """The tree, without backend or clock; recency is counted in uses of the `budget`.
+    """The tree. It uses no backend; the time of a use comes from the `budget`.
 
     It has a budget of `capacity_bytes` of its own, unless it shares a `budget`.
     """
@@ -185,7 +185,7 @@ class PrefixCache:
             self.budget = CacheBudget(capacity_bytes)
         self.budget.pools.append(self)
         self.root = Node(b"", 0, None)
-        self._users: dict[Block, list[Node]] = {}
+        self._nodes_of: dict[Block, list[Node]] = {}
         self.held_bytes = self.evicted_tokens = 0
 
     # --- reading ----------------------------------------------------------------------------------
@@ -213,15 +213,15 @@ class PrefixCache:
 
     def match(self, tokens: Sequence[int] | Tokens) -> Match:
         """The parts of `tokens` that can be restored. Counts as a use of them."""
-        found = self.peek(tokens)
-        now = self.budget.use()
-        node = found.node
-        if node is not None and not uses_block(node, found.known):
+        match = self.peek(tokens)
+        now_ns = self.budget.use()
+        node = match.node
+        if node is not None and not uses_block(node, match.known):
             node = node.parent
-        self._use(node, now)
-        return found
+        self._use(node, now_ns)
+        return match
 
-    def prune(self, prefix: Tokens, interval: int) -> None:
+    def mark_surplus(self, prefix: Tokens, interval: int) -> None:
         """Mark the states along `prefix` as used now, except those that can be spared.
 
         The spared states (see `eviction.surplus_states`) become the first to be evicted.
@@ -234,9 +234,9 @@ class PrefixCache:
         surplus = surplus_states([(n.stop, len(n.children) > 1) for n in nodes], interval)
         for node in nodes:
             if node.stop in surplus:
-                node.last_used = 0
+                node.last_used_ns = 0
             else:
-                self._use_node(node, self.budget.uses)
+                self._use_node(node, self.budget.last_use_ns)
 
     def lock(self, match: Match) -> None:
         """Keep the nodes of `match` until `unlock`."""
@@ -250,7 +250,7 @@ class PrefixCache:
             node.locks -= 1
         if match.node is not None:
             # Its block may have been lost while it was locked.
-            self._prune(match.node)
+            self._remove_empty(match.node)
         self.budget.changes += 1
 
     def gap(self, tokens: Sequence[int] | Tokens, start: int = 0) -> tuple[int, int] | None:
@@ -268,12 +268,14 @@ class PrefixCache:
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def insert(self, tokens: Sequence[int] | Tokens, block: Block, used: int | None = None) -> bool:
+    def insert(
+        self, tokens: Sequence[int] | Tokens, block: Block, used_ns: int | None = None
+    ) -> bool:
         """Store `block` for the end of the sequence `tokens`; the block's stop must be the
         sequence's length.
 
-        `used` is the time of its last use, counted in `uses` (None: now). A wide block that is
-        only on disk hands its tokens over to a narrower block, which is read sooner.
+        `used_ns` is the time of its last use (None: now). A wide block that is only on disk hands
+        its tokens over to a narrower block, which is read sooner.
 
         Returns False, with no effect, if all its tokens have KV already, or there is no room
         now.
@@ -281,20 +283,20 @@ class PrefixCache:
         prefix = as_tokens(tokens)
         assert block.stop == len(prefix), "a block must end where its prefix ends"
         if (
-            not self._wanted(prefix, block)
-            or self.budget.make_room(block.held_bytes, prefix=prefix, used=used) != "free"
+            not self._is_useful(prefix, block)
+            or self.budget.make_room(block.held_bytes, prefix=prefix, used_ns=used_ns) != "free"
         ):
             return False
-        at = self.budget.use() if used is None else used
+        at_ns = self.budget.use() if used_ns is None else used_ns
         if not self.indivisible:
-            self._walk(prefix[: block.start])
-        end = self._walk(prefix)
+            self._node_at(prefix[: block.start])
+        end = self._node_at(prefix)
         for node in [end] if self.indivisible else path_to(end):
-            if node.start >= (0 if self.indivisible else block.start) and _better(
+            if node.start >= (0 if self.indivisible else block.start) and _is_better(
                 node.block, block
             ):
                 self._set_block(node, block)
-        self._use(end, at)
+        self._use(end, at_ns)
         self.budget.changes += 1
         return True
 
@@ -302,17 +304,17 @@ class PrefixCache:
         """Keep data just read from disk in memory, if no recently used block must be evicted for
         it.
         """
-        if block not in self._users or block.held_bytes:
+        if block not in self._nodes_of or block.held_bytes:
             return
-        if self.budget.make_room(len(data), used=self.budget.forgotten) == "free":
+        if self.budget.make_room(len(data), used_ns=self.budget.stale_before_ns) == "free":
             block.data = data
             self.held_bytes += block.held_bytes
 
     def forget(self, block: Block) -> None:
         """Remove a lost or evicted block from all its nodes. Their children stay, after a gap."""
-        for node in list(self._users.get(block, [])):
+        for node in list(self._nodes_of.get(block, [])):
             self._set_block(node, None)
-            self._prune(node)
+            self._remove_empty(node)
         self.budget.changes += 1
 
     def check_integrity(self) -> None:
@@ -325,30 +327,30 @@ class PrefixCache:
             below = node.children.values()
             assert node.n_tokens > 0, "an empty edge"
             assert node.start == node.parent.stop, "there is a gap between parent and child"
-            assert node.is_placed, "a child has the wrong first token"
+            assert node.is_attached, "a child has the wrong first token"
             assert below or node.block or node.locks, "a dead leaf"
             assert all(child.locks <= node.locks for child in below), (
                 "a node is locked, but not the path to it"
             )
             if not self.indivisible:
-                recent = all(child.last_used <= node.last_used for child in below)
+                recent = all(child.last_used_ns <= node.last_used_ns for child in below)
                 assert recent, "a node was used less recently than its child"
             if node.block is not None:
                 users[node.block] = users.get(node.block, 0) + 1
                 begins = 0 if self.indivisible else node.start
                 covers = node.block.start <= begins and node.block.stop >= node.stop
                 assert covers, "a block belongs to other tokens"
-        assert users == {block: len(nodes) for block, nodes in self._users.items()}, (
+        assert users == {block: len(nodes) for block, nodes in self._nodes_of.items()}, (
             "the recorded users of a block differ from the tree"
         )
-        assert self.held_bytes == sum(block.held_bytes for block in self._users), (
+        assert self.held_bytes == sum(block.held_bytes for block in self._nodes_of), (
             "held_bytes is wrong"
         )
 
     # --- eviction ---------------------------------------------------------------------------------
 
     def candidates(self) -> Iterator[Candidate]:
-        for block, nodes in self._users.items():
+        for block, nodes in self._nodes_of.items():
             if block.held_bytes and not any(n.locks for n in nodes):
                 node = nodes[0]
                 if len(nodes) > 1:
@@ -356,63 +358,63 @@ class PrefixCache:
                     # The middle token may have another block now; the first node is used then.
                     node = next((n for n in nodes if n.start <= middle < n.stop), node)
                 deep = depth(block.start, block.stop, self.kind)
-                yield Candidate(node.last_used, deep, block, self)
+                yield Candidate(node.last_used_ns, deep, block, self)
 
     def on_path(self, prefix: Tokens) -> list[Block]:
         """The blocks along `prefix`, in order; of states only the longest.
 
         They are not evicted to make room for `prefix`.
         """
-        along = [
+        on_prefix = [
             (n, n.block, shared) for n, shared in walk(self.root, prefix) if n.block is not None
         ]
         if self.indivisible:
-            return [block for n, block, shared in along if shared == n.n_tokens][-1:]
-        return [*dict.fromkeys(b for n, b, shared in along if uses_block(n, n.start + shared))]
+            return [block for n, block, shared in on_prefix if shared == n.n_tokens][-1:]
+        return [*dict.fromkeys(b for n, b, shared in on_prefix if uses_block(n, n.start + shared))]
 
     def demote(self, block: Block) -> int:
-        held = block.held_bytes
+        freed_bytes = block.held_bytes
         if not block.demote():
             return 0
-        self.held_bytes -= held
-        return held
+        self.held_bytes -= freed_bytes
+        return freed_bytes
 
     def tokens_of(self, block: Block) -> Tokens | None:
         """The tokens from the root to the end of `block`; None if the end has another block now."""
-        end = max(self._users[block], key=attrgetter("stop"))
+        end = max(self._nodes_of[block], key=attrgetter("stop"))
         if end.stop == block.stop:
             return np.frombuffer(b"".join(node.edge for node in path_to(end)), dtype=np.int32)
         return None
 
     def evict(self, block: Block) -> None:
-        nodes = self._users[block]
+        nodes = self._nodes_of[block]
         assert not any(node.locks for node in nodes), "a locked node can't be evicted"
         self.evicted_tokens += sum(node.n_tokens for node in nodes)
         self.forget(block)
 
     # --- the tree ---------------------------------------------------------------------------------
 
-    def _use(self, node: Node | None, used: int) -> None:
+    def _use(self, node: Node | None, used_ns: int) -> None:
         """Mark the path to `node` as used. In a tree of states only `node` itself is marked."""
-        for step in path_to(node)[-1:] if self.indivisible else path_to(node):
-            self._use_node(step, used)
+        for path_node in path_to(node)[-1:] if self.indivisible else path_to(node):
+            self._use_node(path_node, used_ns)
 
-    def _use_node(self, node: Node, used: int) -> None:
-        node.last_used = max(node.last_used, used)
+    def _use_node(self, node: Node, used_ns: int) -> None:
+        node.last_used_ns = max(node.last_used_ns, used_ns)
         if node.block is not None and uses_block(node, node.stop):
-            node.block.touch(used)
+            node.block.touch(used_ns)
 
-    def _wanted(self, prefix: Tokens, block: Block) -> bool:
+    def _is_useful(self, prefix: Tokens, block: Block) -> bool:
         """Does this block serve some of its tokens better than their current block?"""
         at = 0
         node = self.root
         for node, shared in walk(self.root, prefix):
             at = node.start + shared
-            if not self.indivisible and at > block.start and _better(node.block, block):
+            if not self.indivisible and at > block.start and _is_better(node.block, block):
                 return True
         return at < len(prefix) or (self.indivisible and (node.stop > at or node.block is None))
 
-    def _walk(self, prefix: Tokens) -> Node:
+    def _node_at(self, prefix: Tokens) -> Node:
         """The node that ends exactly at len(prefix). Splits and adds edges if necessary."""
         end = self.root
         for node, shared in walk(self.root, prefix):
@@ -438,18 +440,18 @@ class PrefixCache:
         old = node.block
         node.block = block
         if block is not None:
-            nodes = self._users.setdefault(block, [])
+            nodes = self._nodes_of.setdefault(block, [])
             self.held_bytes += 0 if nodes else block.held_bytes
             nodes.append(node)
         if old is not None:
-            self._users[old].remove(node)
-            if not self._users[old]:
-                del self._users[old]
+            self._nodes_of[old].remove(node)
+            if not self._nodes_of[old]:
+                del self._nodes_of[old]
                 self.held_bytes -= old.held_bytes
                 # If the block is queued to be written, the write is cancelled.
                 old.data = None
 
-    def _prune(self, node: Node) -> None:
+    def _remove_empty(self, node: Node) -> None:
         """Remove a node that has no block, children or locks, and each ancestor that this leaves
         empty.
         """
@@ -457,8 +459,8 @@ class PrefixCache:
             node.parent is not None and not node.children and node.block is None and node.locks == 0
         ):
             parent = node.parent
-            if node.is_placed:
-                del parent.children[node.first]
+            if node.is_attached:
+                del parent.children[node.first_token]
             node = parent
 
     def _nodes(self) -> Iterator[Node]:
@@ -477,7 +479,7 @@ def uses_block(node: Node, depth: int) -> bool:
     return node.block is None or depth > (node.block.start + node.block.stop) // 2
 
 
-def _better(old: Block | None, new: Block) -> bool:
+def _is_better(old: Block | None, new: Block) -> bool:
     """Should the tokens of `old` get `new` instead? A narrow block replaces a wide one that is
     only on disk.
     """

@@ -14,11 +14,11 @@ PIECE_TOKENS = 512
 MAX_RUNS = 64
 # share of the cells. On a device, sequences are exported while requests run if no more cells than
 # this are free.
-FEW_CELLS_SHARE = 0.25
+LOW_CELLS_SHARE = 0.25
 # seconds. Data held only in memory, or only on disk, is protected for this long after its last use.
 # It is not evicted for a sequence that could stay in the context. Agents and people usually come
 # back within the hour. Recomputing a prompt costs more than the cells that the sequence occupies.
-FORGOTTEN_S = 3600.0
+STALE_S = 3600.0
 # share of a step. On a device, idle sequences are evicted while requests run if attention over
 # their tokens costs more than this.
 IDLE_STEP_SHARE = 0.03
@@ -40,21 +40,21 @@ STATE_COST = 4.0
 # seconds. If copying a state out of device memory takes longer than this, the copies are limited.
 # Such copies may take at most EXPORT_SHARE of a prompt's time. Example: 0.6 s on a Strix Halo
 # under Vulkan, because of one fence per tensor (github.com/ggml-org/llama.cpp/issues/28118).
-DEAR_EXPORT_S = 0.05
+SLOW_EXPORT_S = 0.05
 EXPORT_SHARE = 0.1
 # tokens. Recomputing this many tokens costs more than copying a state.
-WORTH_A_STATE_TOKENS = 64
+MIN_STATE_GAIN_TOKENS = 64
 # tokens. If a prompt ends in the middle of a turn, text that follows may change this many of its
 # last tokens.
 TAIL_TOKENS = 4
 # tokens. Recomputing this few tokens costs less than storing one more state.
-NEAR_TOKENS = 16
+MIN_CHECKPOINT_GAP_TOKENS = 16
 # tokens. A checkpoint before the end of the prompt needs one more step. That is 40 % of a turn of
 # 20 tokens (gemma-3-270m).
-WORTH_A_STEP_TOKENS = 32
+MIN_STEP_GAIN_TOKENS = 32
 # tokens. Saving this many tokens justifies a state, and its step, at a likely branch of the
 # prompt: its last paragraph.
-WORTH_A_PARAGRAPH_TOKENS = 256
+MIN_PARAGRAPH_GAIN_TOKENS = 256
 # tokens from the end. Checkpoints of a prompt without a likely branch. A branch there
 # recomputes at most about four times the tokens after the branch, at the cost of two more steps.
 POINTS_FROM_THE_END = (36, 140)
@@ -91,7 +91,8 @@ WRITE_WAIT_SHARE = 0.25
 WRITE_WAIT_S = 3.0
 # bytes. This much free space is left to other users of the disk.
 DISK_FREE_BYTES = 2 * 10**9
-# Several servers may use one folder. After this many seconds, files that others wrote are looked for.
+# Several servers may use one folder. After this many seconds, files that others wrote are looked
+# for.
 FOLDER_SCAN_S = 5.0
 # A running server marks its folder as in use at least this often, in seconds. A folder of another
 # layout is removed if it was not marked for `FOLDER_UNUSED_S`.
@@ -119,10 +120,10 @@ READ_AHEAD_BYTES = 128 * 2**20
 READ_REST_S = 0.001
 # seconds. Reading may take this long as long as the cost of computing is unknown. If a file gives
 # no data for longer than this, the engine stops waiting for it.
-READ_STUCK_S = 10.0
+READ_TIMEOUT_S = 10.0
 # seconds. Reading is expected to take as long as measured, unless the current read has given no
 # data for longer than this.
-READ_LATE_S = 0.05
+READ_STALLED_S = 0.05
 # seconds. On shutdown a reader in the middle of a read is waited for this long. After that it runs
 # until the process ends.
 READ_CLOSE_S = 1.0

@@ -30,7 +30,8 @@ class AnswerConstraint:
     Pass each chosen token to `accept` before it counts. After that:
 
         `forced`: tokens that come next regardless of the model. They are taken without `accept`.
-        `wanted`: a grammar that is needed to continue the answer. Pass its matcher to `use`, or
+        `required_grammar`: a grammar that is needed to continue the answer. Pass its matcher to
+        `use`, or
             call `give_up` if the grammar was refused.
         `control_as_text`: the last token belongs to a marker or a call, so control tokens in it
             are text and stop strings do not count.
@@ -40,31 +41,31 @@ class AnswerConstraint:
 
     def __init__(
         self,
-        asked: Constraint,
+        spec: Constraint,
         spell: Callable[[int], bytes],
         tokens_of: Callable[[str], list[int]],
         eog: Collection[int],
     ) -> None:
-        self._asked = asked
+        self._spec = spec
         self._spell = spell
         self._tokens_of = tokens_of
         self._eog = eog
         self._text = bytearray()
-        self._markers = _Markers(asked)
+        self._markers = _Markers(spec)
         self._searched = 0
         self._compiled: dict[tuple[str, str], GrammarMatcher] = {}
         self._matcher: GrammarMatcher | None = None
         self._trigger: GrammarTrigger | None = None
-        self._call_at = 0
+        self._call_start = 0
         self._calls: Counter[bytes] = Counter()
         self._ended = False
         self._call_in_reasoning = False
         self.forced: list[int] = []
         self.grammar_changed = False
         self.control_as_text = False
-        self.wanted: tuple[str, str] | None = None
-        if asked.grammar is not None and not self._awaits_reasoning:
-            self.wanted = asked.grammar
+        self.required_grammar: tuple[str, str] | None = None
+        if spec.grammar is not None and not self._awaits_reasoning:
+            self.required_grammar = spec.grammar
 
     # --- the state of the answer ------------------------------------------------------------------
 
@@ -85,7 +86,7 @@ class AnswerConstraint:
 
     @property
     def _awaits_reasoning(self) -> bool:
-        return self._asked.grammar is not None and self._markers.thinking
+        return self._spec.grammar is not None and self._markers.thinking
 
     @property
     def finished(self) -> bool:
@@ -168,7 +169,7 @@ class AnswerConstraint:
 
     def give_up(self) -> None:
         """The grammar of a call was refused: the model writes calls without one from now on."""
-        self.wanted = None
+        self.required_grammar = None
         self._trigger = None
         self._markers.forget_triggers()
 
@@ -180,23 +181,23 @@ class AnswerConstraint:
         new = len(self._text)
         self._text += self._spell(token)
         while True:
-            found = self._markers.next(self._text, self._searched, new)
-            if found is None:
+            marker = self._markers.next(self._text, self._searched, new)
+            if marker is None:
                 return token
-            start, end = found
+            start, end = marker
             self._searched = end
             was_thinking = self._markers.thinking
-            trigger = self._markers.passed(self._text, start, end)
+            trigger = self._markers.take_marker(self._text, start, end)
             if trigger is not None and trigger.once and self._calls:
                 self._ended = True
                 return token
             if trigger is not None:
                 self._call_in_reasoning |= was_thinking
                 self._trigger = trigger
-                self._call_at = start
+                self._call_start = start
                 return self._begin(token, end, trigger.grammar, trigger.lead)
-            if self._asked.grammar is not None and not self._markers.thinking:
-                return self._begin(token, end, self._asked.grammar, self._asked.lead)
+            if self._spec.grammar is not None and not self._markers.thinking:
+                return self._begin(token, end, self._spec.grammar, self._spec.lead)
 
     def _begin(self, token: int, end: int, grammar: tuple[str, str], lead: str) -> int:
         """Begin a `grammar` after its `lead`, which follows the marker that ends at `end`.
@@ -204,28 +205,28 @@ class AnswerConstraint:
         Text of the last token after the marker is dropped, unless it begins the lead. Returns the
         token that counts instead of `token`.
         """
-        beyond = bytes(self._text[end:])
-        rest = _without_beginning(lead, beyond)
-        if rest is not None:
-            self._put(rest)
+        after_marker = bytes(self._text[end:])
+        rest_of_lead = _without_beginning(lead, after_marker)
+        if rest_of_lead is not None:
+            self._force(rest_of_lead)
         else:
-            kept = self._spell(token).removesuffix(beyond)
-            del self._text[end - len(kept) :]
-            self._put(kept.decode("utf-8", "replace") + lead)
+            before_marker = self._spell(token).removesuffix(after_marker)
+            del self._text[end - len(before_marker) :]
+            self._force(before_marker.decode("utf-8", "replace") + lead)
             token = self.forced.pop(0)
-        self._want(grammar)
+        self._require(grammar)
         return token
 
     def _end_of_reasoning(self) -> int:
         """Close the reasoning, because the model ended the answer within it. Returns the token
         that counts.
         """
-        reasoning = self._asked.reasoning
+        reasoning = self._spec.reasoning
         assert reasoning is not None
-        assert self._asked.grammar is not None
+        assert self._spec.grammar is not None
         self._markers.thinking = False
-        self._put(reasoning.closing + self._asked.lead)
-        self._want(self._asked.grammar)
+        self._force(reasoning.closing + self._spec.lead)
+        self._require(self._spec.grammar)
         return self.forced.pop(0)
 
     def _end_of_call(self, token: int) -> int | None:
@@ -241,32 +242,34 @@ class AnswerConstraint:
         """Finish the call, whose grammar has ended."""
         trigger = self._trigger
         assert trigger is not None
-        call = bytes(self._text[self._call_at :])
+        call = bytes(self._text[self._call_start :])
         self._calls[call] += 1
         self._ended = not trigger.again or self._calls[call] >= MAX_REPEATED_CALLS
         self._trigger = None
         self._matcher = None
         self.grammar_changed = True
-        self._put(trigger.closing)
+        self._force(trigger.closing)
         self._searched = len(self._text)
 
-    def _put(self, text: str) -> None:
+    def _force(self, text: str) -> None:
         """Force `text` as the next tokens, regardless of the model."""
         self._text += text.encode()
         if text:
             self.forced = self._tokens_of(text)
 
-    def _want(self, grammar: tuple[str, str]) -> None:
+    def _require(self, grammar: tuple[str, str]) -> None:
         self.grammar_changed = True
         self.control_as_text = True
-        self.wanted = grammar
+        self.required_grammar = grammar
         self._activate()
 
     def _activate(self) -> None:
-        matcher = self._compiled.get(self.wanted) if self.wanted is not None else None
+        matcher = (
+            self._compiled.get(self.required_grammar) if self.required_grammar is not None else None
+        )
         if matcher is not None:
             self._matcher = matcher.copy()
-            self.wanted = None
+            self.required_grammar = None
 
 
 class _Markers:
@@ -275,11 +278,11 @@ class _Markers:
     `thinking`: the text is within the reasoning.
     """
 
-    def __init__(self, asked: Constraint) -> None:
-        self._triggers = {text.encode(): trigger for text, trigger in asked.triggers.items()}
-        self._reasoning = asked.reasoning
-        self.thinking = asked.reasoning is not None and asked.reasoning.opened
-        self._thought = self.thinking
+    def __init__(self, spec: Constraint) -> None:
+        self._triggers = {text.encode(): trigger for text, trigger in spec.triggers.items()}
+        self._reasoning = spec.reasoning
+        self.thinking = spec.reasoning is not None and spec.reasoning.opened
+        self._has_thought = self.thinking
         self._reasoning_at = 0
         self._compile()
 
@@ -304,11 +307,11 @@ class _Markers:
         """
         if self.thinking:
             return self._in_reasoning.search(text, searched, new)
-        if self._thought:
+        if self._has_thought:
             return self._after_reasoning.search(text, searched, new)
         return self._before_reasoning.search(text, searched, new)
 
-    def passed(self, text: bytearray, start: int, end: int) -> GrammarTrigger | None:
+    def take_marker(self, text: bytearray, start: int, end: int) -> GrammarTrigger | None:
         """Take the marker at [start, end). Returns its trigger if it is a valid one."""
         marker = bytes(text[start:end])
         reasoning = self._reasoning
@@ -325,7 +328,7 @@ class _Markers:
         if not self.thinking and text[:start].strip():
             return None  # the answer mentions the marker
         self.thinking = not self.thinking
-        self._thought = True
+        self._has_thought = True
         self._reasoning_at = end
         return None
 
@@ -334,9 +337,9 @@ class _Pattern:
     """Finds the first of several texts. If two begin at the same place, it finds the longer one."""
 
     def __init__(self, texts: Iterable[bytes]) -> None:
-        known = sorted({text for text in texts if text}, key=len, reverse=True)
-        self._longest = len(known[0]) if known else 0
-        self._pattern = re.compile(b"|".join(re.escape(text) for text in known))
+        longest_first = sorted({text for text in texts if text}, key=len, reverse=True)
+        self._longest = len(longest_first[0]) if longest_first else 0
+        self._pattern = re.compile(b"|".join(re.escape(text) for text in longest_first))
 
     def search(self, text: bytearray, searched: int, new: int) -> tuple[int, int] | None:
         """The range of the first text that begins at or after `searched` and ends after `new`."""

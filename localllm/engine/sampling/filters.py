@@ -24,9 +24,9 @@ from localllm.engine.sampling.row import (
     base_of,
     block_sums,
     buffer,
-    fewest,
+    exp_weights,
+    smallest_set_mask,
     token_at,
-    weigh,
 )
 from localllm_backends.contract import MAX_SAMPLED_TOP_K
 
@@ -51,15 +51,15 @@ class Candidates:
         id.
         """
         reached = np.cumsum(self.weights)
-        head = float(reached[-1]) if len(reached) else 0.0
+        head_weight = float(reached[-1]) if len(reached) else 0.0
         if self.rest is not None:
             sums = block_sums(self.rest)
-            behind = float(sums.sum())
-            goal = uniform * (head + behind)
-            if goal >= head and behind > 0.0:
-                return token_at(self.rest, sums, goal - head)
+            rest_weight = float(sums.sum())
+            goal = uniform * (head_weight + rest_weight)
+            if goal >= head_weight and rest_weight > 0.0:
+                return token_at(self.rest, sums, goal - head_weight)
         else:
-            goal = uniform * head
+            goal = uniform * head_weight
         return int(
             self.ids[min(int(np.searchsorted(reached, goal, side="right")), len(self.ids) - 1)]
         )
@@ -84,16 +84,16 @@ def distribution(row: Row, sampling: Sampling) -> Distribution:
     return candidates(row, sampling).distribution()
 
 
-def readable(row: Row) -> Row:
+def without_nan(row: Row) -> Row:
     """`row` without NaN and +inf.
 
     NaN becomes -inf. If some logits are +inf, only those tokens stay allowed.
     """
-    most = row.max()
-    if math.isnan(most):
+    greatest = row.max()
+    if math.isnan(greatest):
         row = np.where(np.isnan(row), np.float32(-np.inf), row)
-        most = row.max()
-    if most == np.inf:
+        greatest = row.max()
+    if greatest == np.inf:
         return np.where(row == np.inf, np.float32(0), np.float32(-np.inf))
     return row
 
@@ -102,7 +102,7 @@ def candidates(row: Row, sampling: Sampling) -> Candidates:
     """The tokens that pass the filters, at a temperature above 0."""
     top = GreatestLogits(row)
     if not math.isfinite(top.greatest):
-        top = GreatestLogits(readable(row))
+        top = GreatestLogits(without_nan(row))
         if top.greatest == -math.inf:
             return Candidates(np.zeros(1, dtype=np.int64), np.ones(1))
     if 0 < sampling.top_k < len(top.row):
@@ -111,7 +111,7 @@ def candidates(row: Row, sampling: Sampling) -> Candidates:
         typical = _typical_of_all(top, sampling.typical_p)
         return _from_ranked(top.row, typical, replace(sampling, typical_p=1.0))
     n = HEAD
-    if excludes(sampling):
+    if xtc_applies(sampling):
         # XTC can only exclude tokens among the first n.
         n = max(n, int(min(1 / max(sampling.xtc_threshold, 1e-9), len(top.row))) + 1)
     head = top.ranked(n)
@@ -130,8 +130,8 @@ def _from_ranked(row: Row, ids: Ids, sampling: Sampling) -> Candidates:
         ids = ids[kept]
         values = values[kept]
         weights = weights[kept]
-    n = _cut(weights, float(weights.sum()), sampling)
-    n_excluded = _excluded(weights[:n], float(weights[:n].sum()), sampling)
+    n = _n_passing(weights, float(weights.sum()), sampling)
+    n_excluded = _n_excluded(weights[:n], float(weights[:n].sum()), sampling)
     return _tempered(ids[:n], values[:n] - values[n_excluded], n_excluded, sampling)
 
 
@@ -143,28 +143,28 @@ def _from_full_row(top: GreatestLogits, head: Ids, sampling: Sampling) -> Candid
     total = 0.0
     values = row[head].astype(np.float64)
     head_weights = np.exp(values - base)
-    if sampling.top_p < 1.0 or excludes(sampling):
-        weights = weigh(row, base, 1.0, buffer("weights", len(row)))
+    if sampling.top_p < 1.0 or xtc_applies(sampling):
+        weights = exp_weights(row, base, 1.0, buffer("weights", len(row)))
         total = float(block_sums(weights).sum())
-    n = _cut(head_weights, total, sampling)
+    n = _n_passing(head_weights, total, sampling)
     if n < len(head):
-        n_excluded = _excluded(head_weights[:n], float(head_weights[:n].sum()), sampling)
+        n_excluded = _n_excluded(head_weights[:n], float(head_weights[:n].sum()), sampling)
         return _tempered(head[:n], values[:n] - values[n_excluded], n_excluded, sampling)
     mask = _passing_mask(top, weights, total, sampling)
-    if weights is not None and excludes(sampling):
+    if weights is not None and xtc_applies(sampling):
         total = total if mask is None else float(np.dot(weights, mask))
-    n_excluded = _excluded(head_weights, total, sampling)
+    n_excluded = _n_excluded(head_weights, total, sampling)
     if weights is None or sampling.temperature != 1.0:
         if sampling.temperature != 1.0:
             base = float(values[n_excluded])
-        weights = weigh(row, base, sampling.temperature, buffer("weights", len(row)))
+        weights = exp_weights(row, base, sampling.temperature, buffer("weights", len(row)))
     if mask is not None:
         weights *= mask
     weights[head] = 0.0
     return _tempered(head, values - base, n_excluded, sampling, weights)
 
 
-def _cut(weights: Values, total: float, sampling: Sampling) -> int:
+def _n_passing(weights: Values, total: float, sampling: Sampling) -> int:
     """How many of the ranked `weights` pass top_p and min_p, at least one.
 
     If the result is len(weights) or more, further tokens may pass too.
@@ -184,7 +184,7 @@ def _passing_mask(
     row = top.row
     mask = None
     if weights is not None and sampling.top_p < 1.0:
-        mask = fewest(row, weights, sampling.top_p * total)
+        mask = smallest_set_mask(row, weights, sampling.top_p * total)
     if sampling.min_p > 0.0:
         passes = row >= np.float32(top.greatest + math.log(sampling.min_p))
         if mask is not None:
@@ -211,12 +211,12 @@ def _typical_of_all(top: GreatestLogits, share: float) -> Ids:
     """
     row = top.row
     base = base_of(top.greatest)
-    weights = weigh(row, base, 1.0, buffer("weights", len(row)))
+    weights = exp_weights(row, base, 1.0, buffer("weights", len(row)))
     total = float(block_sums(weights).sum())
     # Forbidden tokens have weight 0, but 0 times infinity is NaN.
-    far = np.subtract(row, np.float32(base), out=buffer("far", len(row)))
-    np.maximum(far, np.float32(-1e3), out=far)
-    mean = base + float(np.dot(weights, far)) / total
+    distances = np.subtract(row, np.float32(base), out=buffer("far", len(row)))
+    np.maximum(distances, np.float32(-1e3), out=distances)
+    mean = base + float(np.dot(weights, distances)) / total
     for n in (HEAD, 16 * HEAD, len(row)):
         head = top.ranked(n)
         values = row[head].astype(np.float64)
@@ -227,17 +227,17 @@ def _typical_of_all(top: GreatestLogits, share: float) -> Ids:
     return head[kept]
 
 
-def excludes(sampling: Sampling) -> bool:
+def xtc_applies(sampling: Sampling) -> bool:
     """Can XTC exclude any token with these settings?"""
     return sampling.xtc_probability > 0.0 and sampling.xtc_threshold <= 0.5
 
 
-def _excluded(weights: Values, total: float, sampling: Sampling) -> int:
+def _n_excluded(weights: Values, total: float, sampling: Sampling) -> int:
     """How many of the ranked `weights` XTC may exclude.
 
     XTC excludes all but the last of those with at least xtc_threshold of the `total`.
     """
-    if not excludes(sampling):
+    if not xtc_applies(sampling):
         return 0
     return max(0, int(np.count_nonzero(weights >= sampling.xtc_threshold * total)) - 1)
 
@@ -253,13 +253,15 @@ def _tempered(
     This function does not draw whether it does. It returns the mixture of both cases, so one draw
     is exact. A drafted token can be verified against it like against any other distribution.
     """
-    far = values / sampling.temperature
-    weights = np.exp(far[n_excluded:])
+    scaled = values / sampling.temperature
+    weights = np.exp(scaled[n_excluded:])
     if n_excluded:
-        chance = min(1.0, sampling.xtc_probability)
-        left = float(weights.sum()) + (float(block_sums(rest).sum()) if rest is not None else 0.0)
-        log_all = float(np.logaddexp.reduce(np.append(far[:n_excluded], math.log(left))))
-        share_of_one = (1.0 - chance) * math.exp(-log_all) + chance / left
-        excluded = (1.0 - chance) * np.exp(far[:n_excluded] - log_all) / share_of_one
+        probability = min(1.0, sampling.xtc_probability)
+        kept_weight = float(weights.sum()) + (
+            float(block_sums(rest).sum()) if rest is not None else 0.0
+        )
+        log_all = float(np.logaddexp.reduce(np.append(scaled[:n_excluded], math.log(kept_weight))))
+        share_of_one = (1.0 - probability) * math.exp(-log_all) + probability / kept_weight
+        excluded = (1.0 - probability) * np.exp(scaled[:n_excluded] - log_all) / share_of_one
         weights = np.concatenate([excluded, weights])
     return Candidates(ids, weights, rest)

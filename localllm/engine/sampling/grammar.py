@@ -22,7 +22,7 @@ from localllm.grammars.reasons import why_stuck
 from localllm.limited_child import ChildLimits, LimitedChild, Stages
 from localllm_backends.contract import Backend
 
-_NO_WORD = "\x02"
+_UNKNOWN_CHARACTER = "\x02"
 # For each byte of a mask, the maximum logits of its eight tokens: inf if the bit is set, else
 # -inf. This is four times as fast as setting the forbidden ones, because a processor can't predict
 # which of 262,144 bits are set. `take` is nine times as fast as indexing with brackets.
@@ -37,7 +37,7 @@ def tokens_within(backend: Backend, text: bytes, *, special: bool) -> list[int]:
     """
     # SentencePiece adds a space at the beginning of a text, but not after a character that is in
     # no word.
-    for lead in ("", _NO_WORD):
+    for lead in ("", _UNKNOWN_CHARACTER):
         head: list[int] = []
         if lead:
             head = backend.tokenize(lead, special=False)
@@ -190,9 +190,9 @@ class GrammarMatcher:
 
     def apply(self, logits: Row) -> None:
         """Set the logits of tokens that the grammar forbids next to -inf."""
-        most = _BYTE_MAXIMA.take(self.allowed(), axis=0).reshape(-1)[: len(logits)]
-        np.minimum(logits[: len(most)], most, out=logits[: len(most)])
-        logits[len(most) :] = -np.inf
+        max_logits = _BYTE_MAXIMA.take(self.allowed(), axis=0).reshape(-1)[: len(logits)]
+        np.minimum(logits[: len(max_logits)], max_logits, out=logits[: len(max_logits)])
+        logits[len(max_logits) :] = -np.inf
 
     def accept(self, token: int) -> None:
         """Advance by a chosen token."""
@@ -254,9 +254,9 @@ def trials(compiler: GrammarCompiler) -> Stages:
     return Stages(
         [
             LimitedChild(
-                "localllm.grammars.compile_limit", most, lambda: compiler.vocabulary.outline()
+                "localllm.grammars.compile_limit", limits, lambda: compiler.vocabulary.outline()
             )
-            for most in _LIMITS
+            for limits in _LIMITS
         ]
     )
 
@@ -310,7 +310,7 @@ class BackgroundCompiler:
         self._trials = trials
         self._wake = wake
         # Matchers in use by requests. Choices of one request share theirs.
-        self._held: WeakValueDictionary[tuple[str, ...], GrammarMatcher] = WeakValueDictionary()
+        self._matchers: WeakValueDictionary[tuple[str, ...], GrammarMatcher] = WeakValueDictionary()
         self._copying = threading.Lock()
 
     def start(self, grammar: tuple[str, str], beginning: str = "") -> Compilation:
@@ -337,7 +337,7 @@ class BackgroundCompiler:
 
     def _matcher(self, kind: str, text: str, beginning: str) -> GrammarMatcher:
         key = kind, text, beginning
-        made = self._held.get(key) or self._make((kind, text), beginning)
-        self._held[key] = made
+        matcher = self._matchers.get(key) or self._make((kind, text), beginning)
+        self._matchers[key] = matcher
         with self._copying:
-            return made.copy()
+            return matcher.copy()

@@ -39,8 +39,8 @@ class Tallies:
         """
         first = self._first(len(tokens))
         before = self._first(self._seen)
-        left = _words(tokens[before : min(first, self._seen)])
-        entered = _words(tokens[max(first, self._seen) :])
+        left = _vocabulary_tokens(tokens[before : min(first, self._seen)])
+        entered = _vocabulary_tokens(tokens[max(first, self._seen) :])
         self._seen = len(tokens)
         np.subtract.at(self._counts, left, 1)
         self._ids = self._ids[self._counts[self._ids] > 0]
@@ -58,11 +58,11 @@ class Tallies:
         return max(0, length - self._window)
 
 
-def _words(tokens: Sequence[int]) -> NDArray[np.int64]:
+def _vocabulary_tokens(tokens: Sequence[int]) -> NDArray[np.int64]:
     return np.array([t for t in tokens if t >= 0], dtype=np.int64)
 
 
-def counted(sampling: Sampling) -> bool:
+def uses_counts(sampling: Sampling) -> bool:
     """True if earlier tokens change the logits."""
     return sampling.repeat_penalty != 1.0 or bool(
         sampling.presence_penalty or sampling.frequency_penalty
@@ -110,14 +110,14 @@ class Penalties:
         if len(ids):
             self.bias = (ids, np.where(bias > -100, bias, np.float32(-np.inf)))
         self._dry = text if sampling.dry_multiplier else None
-        self.active = counted(sampling) or self.bias is not None or self._dry is not None
+        self.active = uses_counts(sampling) or self.bias is not None or self._dry is not None
 
     def seen(self, history: Sequence[int]) -> SeenTokens | None:
         """The data that penalties need for the token after `history`; None if there are no such
         penalties.
         """
         s = self._sampling
-        if not counted(s) or not s.repeat_last_n:
+        if not uses_counts(s) or not s.repeat_last_n:
             return None
         ids, counts = self._tallies.follow(history)
         leaving = -1
@@ -140,17 +140,17 @@ class Penalties:
     def apply(self, row: Row, history: Sequence[int]) -> None:
         """Change `row` in place, for the token after `history`."""
         _add(row, self.bias)
-        if counted(self._sampling):
+        if uses_counts(self._sampling):
             ids, counts = self._tallies.follow(history)
             row[ids] = penalised(row[ids], counts, self._sampling)
         _add(row, self.repetitions(history))
 
 
-def _add(row: Row, given: tuple[NDArray[np.int64], Row] | None) -> None:
-    if given is not None:
-        known = (given[0] >= 0) & (given[0] < len(row))
-        at = given[0][known]
-        added = given[1][known]
+def _add(row: Row, additions: tuple[NDArray[np.int64], Row] | None) -> None:
+    if additions is not None:
+        in_range = (additions[0] >= 0) & (additions[0] < len(row))
+        at = additions[0][in_range]
+        added = additions[1][in_range]
         # A forbidden token stays forbidden even if a broken row has an infinite logit.
         with np.errstate(invalid="ignore"):
             row[at] = np.where(added == -np.inf, added, row[at] + added)
@@ -161,7 +161,7 @@ TokenBytes = Callable[[int], bytes]
 # measured.
 _MAX_LOG = 88.7228391
 # A breaker is first searched for in this many last tokens, because most texts have one there.
-_NEAR = 24
+_FIRST_SEARCH_TOKENS = 24
 
 
 def dry_penalty(sampling: Sampling, length: int) -> float:
@@ -189,17 +189,17 @@ def dry_repetitions(
     if n <= allowed:
         return {}
     tokens = (recent or TokenBuffer()).follow(history)[len(history) - n :]
-    most = min(n - 1, allowed + _max_exponent(sampling.dry_base))
+    max_length = min(n - 1, allowed + _max_exponent(sampling.dry_base))
     # A repetition may end anywhere except at the window's own end. Each round keeps those that are
     # one token longer.
-    if most:
+    if max_length:
         ends = np.flatnonzero(tokens[:-1] == tokens[-1])
     else:
         ends = np.arange(n - 1)
     if allowed and not len(_longer(tokens, ends, 1, allowed)):
         return {}
     breakers = [b.encode() for b in sampling.dry_sequence_breakers if b]
-    reach = min(most, _since_breaker(tokens, breakers, text, most))
+    reach = min(max_length, _since_breaker(tokens, breakers, text, max_length))
     if reach < allowed:
         return {}
     found = _longest_by_token(tokens, ends, allowed, reach)
@@ -231,11 +231,11 @@ def _longest_by_token(
     return found
 
 
-def _longer(tokens: Tokens, ends: NDArray[np.int64], length: int, wanted: int) -> NDArray[np.int64]:
-    """Those of `ends` at which repetitions of `wanted` tokens end, given that `length` tokens
+def _longer(tokens: Tokens, ends: NDArray[np.int64], length: int, target: int) -> NDArray[np.int64]:
+    """Those of `ends` at which repetitions of `target` tokens end, given that `length` tokens
     match.
     """
-    for at in range(length, wanted):
+    for at in range(length, target):
         ends = ends[ends >= at]
         ends = ends[tokens[ends - at] == tokens[len(tokens) - 1 - at]]
     return ends
@@ -247,15 +247,17 @@ def _max_exponent(base: float) -> int:
     return 0
 
 
-def _since_breaker(window: Tokens, breakers: Sequence[bytes], text: TokenBytes, most: int) -> int:
+def _since_breaker(
+    window: Tokens, breakers: Sequence[bytes], text: TokenBytes, max_tokens: int
+) -> int:
     """The number of tokens after the last breaker in the window; all of them if there is no
     breaker.
 
-    The search stops if the result would be more than `most`.
+    The search stops if the result would be more than `max_tokens`.
     """
     longest = max((len(b) for b in breakers), default=0)
-    for near in (_NEAR, most + longest):
-        pieces = [text(t) for t in window[-near:].tolist()]
+    for n_last in (_FIRST_SEARCH_TOKENS, max_tokens + longest):
+        pieces = [text(t) for t in window[-n_last:].tolist()]
         spelled = b"".join(pieces)
         ends = np.cumsum([len(piece) for piece in pieces])
         begins = {b: spelled.rfind(b) for b in breakers}

@@ -28,16 +28,16 @@ _HALVINGS = 12
 # If the greatest logit is closer to 0 than this, e^logit fits into single precision.
 _MAX_EXPONENT = 60.0
 _ONES = np.ones(BLOCK, dtype=np.float32)
-_kept = threading.local()
+_thread_buffers = threading.local()
 
 
 def buffer(name: str, n: int) -> Row:
     """This thread's buffer called `name`, with `n` numbers. The next call may overwrite its
     contents.
     """
-    buffers: dict[str, Row] | None = getattr(_kept, "buffers", None)
+    buffers: dict[str, Row] | None = getattr(_thread_buffers, "buffers", None)
     if buffers is None:
-        buffers = _kept.buffers = {}
+        buffers = _thread_buffers.buffers = {}
     if len(buffers.get(name, ())) < n:
         buffers[name] = np.empty(n, dtype=np.float32)
     return buffers[name][:n]
@@ -57,27 +57,27 @@ class GreatestLogits:
         self._peaks = np.concatenate([self._columns.max(axis=0), row[size * self._width :]])
         self.greatest = float(self._peaks.max())
 
-    def at_least(self, least: float) -> Ids:
-        """The tokens with logits of at least `least` (above -inf), ascending."""
-        groups = np.flatnonzero(self._peaks >= np.float32(least))
+    def at_least(self, threshold: float) -> Ids:
+        """The tokens with logits of at least `threshold` (above -inf), ascending."""
+        groups = np.flatnonzero(self._peaks >= np.float32(threshold))
         inner = groups[: np.searchsorted(groups, self._width)]
-        if least == -math.inf or 4 * len(inner) > self._width:
+        if threshold == -math.inf or 4 * len(inner) > self._width:
             return np.flatnonzero(
-                self.row >= np.float32(least) if least > -math.inf else self.row > -np.inf
+                self.row >= np.float32(threshold) if threshold > -math.inf else self.row > -np.inf
             )
-        found = np.flatnonzero(self._columns.take(inner, axis=1) >= np.float32(least))
-        member, group = np.divmod(found, max(1, len(inner)))
-        behind = groups[len(inner) :] + (self._columns.size - self._width)
-        return np.concatenate([member * self._width + inner[group], behind])
+        flat = np.flatnonzero(self._columns.take(inner, axis=1) >= np.float32(threshold))
+        member, group = np.divmod(flat, max(1, len(inner)))
+        tail = groups[len(inner) :] + (self._columns.size - self._width)
+        return np.concatenate([member * self._width + inner[group], tail])
 
     def ranked(self, k: int) -> Ids:
         """The `k` (> 0) greatest logits above -inf, greatest first; of equal ones the lower id
         first.
         """
-        least = -math.inf
+        threshold = -math.inf
         if 4 * k <= len(self._peaks):
-            least = float(np.partition(self._peaks, -k)[-k])
-        ids = self.at_least(least)
+            threshold = float(np.partition(self._peaks, -k)[-k])
+        ids = self.at_least(threshold)
         if len(ids) > 2 * k + 1024:
             values = self.row[ids]
             ids = ids[values >= np.partition(values, -k)[-k]]
@@ -93,7 +93,7 @@ def base_of(best: float) -> float:
     return best
 
 
-def weigh(row: Row, base: float, temperature: float, out: Row) -> Row:
+def exp_weights(row: Row, base: float, temperature: float, out: Row) -> Row:
     """The weight of each token, e^((logit - base) / temperature), written to `out`."""
     with np.errstate(over="ignore", invalid="ignore"):
         if base:
@@ -105,9 +105,9 @@ def weigh(row: Row, base: float, temperature: float, out: Row) -> Row:
 
 def block_sums(weights: Row) -> Values:
     """The sums of blocks of `BLOCK` tokens."""
-    whole = len(weights) // BLOCK
-    sums = weights[: whole * BLOCK].reshape(whole, BLOCK) @ _ONES
-    return np.append(sums, weights[whole * BLOCK :].sum()).astype(np.float64)
+    n_blocks = len(weights) // BLOCK
+    sums = weights[: n_blocks * BLOCK].reshape(n_blocks, BLOCK) @ _ONES
+    return np.append(sums, weights[n_blocks * BLOCK :].sum()).astype(np.float64)
 
 
 def token_at(weights: Row, sums: Values, goal: float) -> int:
@@ -122,7 +122,7 @@ def token_at(weights: Row, sums: Values, goal: float) -> int:
     )
 
 
-def fewest(row: Row, weights: Row, goal: float) -> Row:
+def smallest_set_mask(row: Row, weights: Row, goal: float) -> Row:
     """1 for each of the greatest tokens that together reach the weight `goal`, else 0.
 
     It selects as few tokens as possible; of equal ones the lower id first. The logit of the last

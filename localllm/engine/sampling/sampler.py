@@ -16,10 +16,17 @@ import numpy as np
 
 from localllm.engine.messages import Sampling, ThinkingLimit
 from localllm.engine.sampling.constraint import AnswerConstraint
-from localllm.engine.sampling.filters import candidates, distribution, excludes, readable
+from localllm.engine.sampling.filters import candidates, distribution, without_nan, xtc_applies
 from localllm.engine.sampling.penalties import Penalties, TokenBytes
 from localllm.engine.sampling.rejection import Distribution, rejection_sample
-from localllm.engine.sampling.row import GreatestLogits, Row, base_of, block_sums, buffer, weigh
+from localllm.engine.sampling.row import (
+    GreatestLogits,
+    Row,
+    base_of,
+    block_sums,
+    buffer,
+    exp_weights,
+)
 from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec
 
 
@@ -29,14 +36,14 @@ class TokenRules:
 
     `min_length`: none of `end_tokens` may come before this many tokens (prompt included).
     `never`: end tokens that may not come at all.
-    `thought`: a thinking budget, which may force the next token.
+    `thinking`: a thinking budget, which may force the next token.
     `text`: spells a token.
     """
 
     min_length: int = 0
     end_tokens: tuple[int, ...] = ()
     never: tuple[int, ...] = ()
-    thought: ThinkingBudget | None = None
+    thinking: ThinkingBudget | None = None
     text: TokenBytes | None = None
 
     def banned(self, length: int) -> tuple[int, ...]:
@@ -66,7 +73,7 @@ class Sampler:
         # Numbers drawn from the stream and sent to a backend, but not used yet.
         self._uniforms: list[float] = []
         self._penalties = Penalties(sampling, self._rules.text)
-        self._ready: SampleSpec | None = None
+        self._prepared_spec: SampleSpec | None = None
 
     @property
     def constrained(self) -> bool:
@@ -95,8 +102,8 @@ class Sampler:
         """
         if self.sampling.temperature > 0 or self._penalties.active or self.constrained:
             return False
-        thought = self._rules.thought
-        return thought is None or not thought.may_force(length, ahead)
+        budget = self._rules.thinking
+        return budget is None or not budget.may_force(length, ahead)
 
     def allows(self, tokens: Sequence[int], length: int) -> bool:
         """True if each of `tokens` may come at its position, the first of them after `length`
@@ -114,7 +121,7 @@ class Sampler:
         s = self.sampling
         n = len(history)
         if self._is_ready():
-            return self._ready
+            return self._prepared_spec
         if self._needs_row(n):
             return None
         uniform = following = 0.0
@@ -140,9 +147,9 @@ class Sampler:
 
     def _is_ready(self) -> bool:
         """Whether the spec that was made ahead is still valid."""
-        if self._ready is None or not self._uniforms or self.constrained:
+        if self._prepared_spec is None or not self._uniforms or self.constrained:
             return False
-        return self._ready.uniform == self._uniforms[0]
+        return self._prepared_spec.uniform == self._uniforms[0]
 
     def look_ahead(self, spec: SampleSpec) -> None:
         """Make the spec for the token after the one that `spec`, the last one, will sample.
@@ -151,22 +158,24 @@ class Sampler:
         """
         rules = self._rules
         known = self._uniforms[:1] == [spec.uniform] and spec.next_uniform is not None
-        if known and spec.seen is None and not rules.min_length and rules.thought is None:
+        if known and spec.seen is None and not rules.min_length and rules.thinking is None:
             _, uniform, following = self._next_uniforms(3)
-            self._ready = replace(spec, uniform=uniform, next_uniform=following)
+            self._prepared_spec = replace(spec, uniform=uniform, next_uniform=following)
 
     def _needs_row(self, length: int) -> bool:
         """Whether the choice after `length` tokens needs the row here, or is the greatest logit
         anyway.
         """
         s = self.sampling
-        thought = self._rules.thought
-        if s.temperature > 0 and (s.typical_p < 1.0 or excludes(s) or s.top_k > MAX_SAMPLED_TOP_K):
+        budget = self._rules.thinking
+        if s.temperature > 0 and (
+            s.typical_p < 1.0 or xtc_applies(s) or s.top_k > MAX_SAMPLED_TOP_K
+        ):
             return True
         if self.constraint is not None and self.constraint.active:
             # If a call may end here, the model may have to choose again.
             return self.constraint.can_continue_unconstrained
-        return self.takes_argmax(length) or (thought is not None and thought.may_force(length))
+        return self.takes_argmax(length) or (budget is not None and budget.may_force(length))
 
     def _next_uniforms(self, n: int) -> Sequence[float]:
         """The next `n` numbers of the stream. They remain the next ones until they are used."""
@@ -200,8 +209,8 @@ class Sampler:
         rules = self._rules
         banned = [t for t in self._banned(len(history)) if t < len(logits)]
         forced = None
-        if rules.thought is not None and self._may_end_thought():
-            forced = rules.thought.forced(history)
+        if rules.thinking is not None and self._may_end_thought():
+            forced = rules.thinking.forced(history)
         if not (penalties.active or banned or self.constrained or forced is not None):
             return logits
         row = buffer("prepared", len(logits))
@@ -214,11 +223,11 @@ class Sampler:
         if self.constraint is not None:
             self.constraint.apply(row)
         if banned:
-            before = row[banned]
+            banned_logits = row[banned]
             row[banned] = -np.inf
             # If no other token may follow, the ban does not apply.
             if row.max() == -np.inf:
-                row[banned] = before
+                row[banned] = banned_logits
         return row
 
     def choose(self, logits: Row, history: Sequence[int]) -> int:
@@ -232,10 +241,10 @@ class Sampler:
         else:
             token = int(row.argmax())
             if math.isnan(row[token]):
-                token = int(readable(row).argmax())
-        return self._taken(token, logits, history)
+                token = int(without_nan(row).argmax())
+        return self._accepted(token, logits, history)
 
-    def _taken(self, token: int, logits: Row, history: Sequence[int]) -> int:
+    def _accepted(self, token: int, logits: Row, history: Sequence[int]) -> int:
         """The token that counts after `token` was chosen. A new token is chosen if necessary."""
         if self.constraint is None:
             return token
@@ -254,9 +263,9 @@ class Sampler:
         """
         top = GreatestLogits(logits)
         if not math.isfinite(top.greatest):
-            top = GreatestLogits(readable(logits))
+            top = GreatestLogits(without_nan(logits))
         base = base_of(top.greatest)
-        weights = weigh(top.row, base, 1.0, buffer("weights", len(logits)))
+        weights = exp_weights(top.row, base, 1.0, buffer("weights", len(logits)))
         log_total = base + math.log(float(block_sums(weights).sum()))
         best = [*(top.ranked(n) if n else ()), *also]
         return float(logits[token]) - log_total, [
@@ -272,7 +281,7 @@ class Sampler:
         """
         p = distribution(self._prepared(logits, history, self._penalties), self.sampling)
         token, accepted = rejection_sample(p, drawn_from, drafted, self.uniform(), self.uniform())
-        return self._taken(token, logits, history), accepted
+        return self._accepted(token, logits, history), accepted
 
     def uniform(self) -> float:
         """One number in [0, 1) from the request's own stream."""
@@ -327,28 +336,28 @@ class ThinkingBudget:
         if begin is None:
             return None
         end = begin + self._limit.tokens
-        at = len(history) - end
-        if at < 0:
+        n_forced = len(history) - end
+        if n_forced < 0:
             return None
-        thought = b"".join(self._text(t) for t in history[begin:end])
-        if self._closing in thought:
+        reasoning = b"".join(self._text(t) for t in history[begin:end])
+        if self._closing in reasoning:
             return None
         # If the model is cut off within its closing marker, only the rest of the marker is forced.
-        rest = self._closing[_overlap(thought, self._closing) :].decode("utf-8", "replace")
+        rest = self._closing[_overlap(reasoning, self._closing) :].decode("utf-8", "replace")
         ending = self._tokenize(rest + self._limit.after)
-        if at < len(ending):
-            return ending[at]
+        if n_forced < len(ending):
+            return ending[n_forced]
         return None
 
     def _begin(self, history: Sequence[int]) -> int | None:
         if self._limit.opened:
             return self._n_prompt
-        said = b""
+        text = b""
         for i, token in enumerate(history[self._n_prompt : self._n_prompt + _OPENS_WITHIN]):
-            said = (said + self._text(token)).lstrip()
-            if said.startswith(self._opening):
+            text = (text + self._text(token)).lstrip()
+            if text.startswith(self._opening):
                 return self._n_prompt + i + 1
-            if not self._opening.startswith(said):
+            if not self._opening.startswith(text):
                 return None
         return None
 

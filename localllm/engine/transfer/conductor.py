@@ -78,25 +78,25 @@ class Conductor:
     fallbacks: dict[str, int] = field(default_factory=_no_fallbacks)
 
     def __post_init__(self) -> None:
-        held = self.backend.memory()
-        cells_bytes = held.kv_bytes + held.recurrent_bytes
+        memory = self.backend.memory()
+        cells_bytes = memory.kv_bytes + memory.recurrent_bytes
         self._token_bytes = cells_bytes / max(self.backend.info.n_ctx, 1)
         for peer in (*self.peers, *self.pool):
             peer.token_bytes = self._token_bytes
             peer.patience_s = self.patience_s
             peer.start()
 
-    def begin(self, wanted: WantedKv, *, streams: bool) -> KvFetch | None:
+    def begin(self, wanted: WantedKv, *, is_decoding: bool) -> KvFetch | None:
         """Begin to fetch the KV that is `wanted`; None if the prompt is to be read here."""
         n_tokens = wanted.n_tokens
         if not self.peers or n_tokens < _MIN_TOKENS or not self._can_follow(wanted):
             return None
-        weight = _WITH_STREAMS if streams else 1.0
-        usable = [peer for peer in self.peers if peer.takes(len(wanted.prompt))]
+        weight = _WITH_STREAMS if is_decoding else 1.0
+        usable = [peer for peer in self.peers if peer.accepts(len(wanted.prompt))]
         peer = self._best(usable, n_tokens, weight)
         if peer is None:
             return None
-        return self._started(peer, replace(wanted, salt=hashed_salt(wanted.salt)))
+        return self._start_fetch(peer, replace(wanted, salt=hashed_salt(wanted.salt)))
 
     def copy(self, wanted: WantedKv, names: Sequence[str]) -> KvFetch | None:
         """Begin to copy the KV that is `wanted`, of a shared beginning and one more token. The first
@@ -108,10 +108,10 @@ class Conductor:
         n_tokens = wanted.n_tokens
         if n_tokens < _MIN_SHARED_TOKENS or not self._can_follow(wanted):
             return None
-        by_name = {peer.name: peer for peer in self.pool if peer.takes(len(wanted.prompt))}
+        by_name = {peer.name: peer for peer in self.pool if peer.accepts(len(wanted.prompt))}
         for name in names:
             if name in by_name and not self._link_is_slower(by_name[name], n_tokens):
-                return self._started(by_name[name], wanted, copies=True)
+                return self._start_fetch(by_name[name], wanted, copies=True)
         return None
 
     def _link_is_slower(self, peer: KvPeer, n_tokens: int) -> bool:
@@ -128,20 +128,20 @@ class Conductor:
         tokens from another source. The other server does not have the pixels of images, whose
         tokens are negative.
         """
-        able = self.backend.capabilities
-        in_pieces = able.segments and not able.states
+        capabilities = self.backend.capabilities
+        in_pieces = capabilities.segments and not capabilities.states
         return (in_pieces or not wanted.start) and int(np.min(wanted.prompt)) >= 0
 
-    def _started(self, peer: KvPeer, wanted: WantedKv, *, copies: bool = False) -> KvFetch:
-        able = self.backend.capabilities
+    def _start_fetch(self, peer: KvPeer, wanted: WantedKv, *, copies: bool = False) -> KvFetch:
+        capabilities = self.backend.capabilities
         fetch = KvFetch(
             peer,
             self.identity.with_adapters(set_name(wanted.adapters)),
             wanted,
             self._token_bytes,
             self.wake,
-            whole=not able.segments,
-            lacks_state=able.states,
+            whole=not capabilities.segments,
+            lacks_state=capabilities.states,
             copies=copies,
             clock=self.clock,
         )
@@ -165,13 +165,13 @@ class Conductor:
         if fetch.copies:
             rest_s = self.speed.seconds(fetch.stop - fetch.received)
             expected_s = _UNKNOWN_S + _COPY_PATIENCE * rest_s
-            return self.clock() - fetch.moved_s > expected_s + self.patience_s
+            return self.clock() - fetch.last_progress_s > expected_s + self.patience_s
         n_tokens = _PART_TOKENS
         if fetch.whole:
             n_tokens = fetch.stop
         expected_s = fetch.peer.cost.seconds(n_tokens) or _UNKNOWN_S
         late_s = max(self.speed.seconds(n_tokens), self.patience_s)
-        return self.clock() - fetch.moved_s > expected_s + late_s
+        return self.clock() - fetch.last_progress_s > expected_s + late_s
 
     def place(self, sequence: int, block: FetchedBlock) -> TransferError | None:
         """Import a block into `sequence`. Returns the reason if that fails; the sequence then holds
@@ -190,18 +190,18 @@ class Conductor:
             self.fetched_bytes += len(block.data)
         return None
 
-    def ended(self, fetch: KvFetch, error: TransferError | None) -> None:
+    def learn_from(self, fetch: KvFetch, error: TransferError | None) -> None:
         """Learn from a transfer that ended, with `error` if the rest is to be computed here."""
         fetch.close()
-        took_s = fetch.moved_s - fetch.began_s
+        took_s = fetch.last_progress_s - fetch.began_s
         n_tokens = fetch.received - fetch.wanted.start
         if error is None:
-            fetch.peer.works()
+            fetch.peer.record_success()
             fetch.peer.cost.learn(n_tokens, max(took_s, 1e-6))
         else:
             self.fallbacks[error.reason] += 1
             if error.reason != "no_cells":
-                fetch.peer.failed(error)
+                fetch.peer.record_failure(error)
         here_s = self.speed.seconds(n_tokens)
         if here_s:
             self.saved_s += max(0.0, here_s - (self.clock() - fetch.began_s))
@@ -230,23 +230,25 @@ def hashed_salt(salt: str) -> str:
 
 
 def conductor_of(
-    backend: Backend, wanted: EngineSettings, reads: ReadAhead, speed: PrefillCost
+    backend: Backend, settings: EngineSettings, reads: ReadAhead, speed: PrefillCost
 ) -> Conductor:
-    """The conductor for the servers of `wanted`. The links to them are measured at once. `reads`
+    """The conductor for the servers of `settings`. The links to them are measured at once. `reads`
     wakes the engine."""
     identity = identity_of(backend)
 
     def peers(urls: Sequence[str]) -> list[KvPeer]:
-        key = wanted.prefill_key
-        return [KvPeer(url, key, wanted.model_name, identity.to_json(), wanted.say) for url in urls]
+        key = settings.prefill_key
+        return [
+            KvPeer(url, key, settings.model_name, identity.to_json(), settings.say) for url in urls
+        ]
 
     return Conductor(
         backend,
         identity,
-        peers(wanted.prefill_from),
+        peers(settings.prefill_from),
         speed,
         reads.wake,
-        wanted.prefill_from_tokens,
-        wanted.prefill_patience_s,
-        peers(wanted.kv_from),
+        settings.prefill_from_tokens,
+        settings.prefill_patience_s,
+        peers(settings.kv_from),
     )

@@ -80,26 +80,26 @@ class KvFetch:
     copies: bool = False
     yields: bool = False
     clock: Callable[[], float] = time.monotonic
-    cached_there: int = 0
+    cached_on_peer: int = 0
     received_bytes: int = 0
     received: int = field(init=False)
     error: TransferError | None = None
     _blocks: deque[FetchedBlock] = field(default_factory=deque)
     _room: threading.Condition = field(default_factory=threading.Condition)
-    _left: bool = False
+    _is_closed: bool = False
     _closed: threading.Event = field(default_factory=threading.Event)
     _answer: KvAnswer | None = None
 
     def __post_init__(self) -> None:
         self.received = self.wanted.start
         self.stop = len(self.wanted.prompt) - 1
-        self.began_s = self.moved_s = self.clock()
+        self.began_s = self.last_progress_s = self.clock()
         self._all_received = False
 
     def begin(self) -> None:
         threading.Thread(target=self._run, name="kv-fetch", daemon=True).start()
 
-    def rest(self, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
         """Wait, unless the transfer is closed."""
         self._closed.wait(seconds)
 
@@ -124,14 +124,14 @@ class KvFetch:
         """Remove the next block. It must be `ready`."""
         with self._room:
             block = self._blocks.popleft()
-            self.moved_s = self.clock()
+            self.last_progress_s = self.clock()
             self._room.notify()
         return block
 
     def close(self) -> None:
         """Stop the transfer, if it still runs. The other server stops computing."""
         with self._room:
-            self._left = True
+            self._is_closed = True
             self._closed.set()
             self._blocks.clear()
             self._room.notify()
@@ -146,7 +146,7 @@ class KvFetch:
             try:
                 self._receive()
             except TransferError as e:
-                if e.reason != "cut" or self._left or self._all_received:
+                if e.reason != "cut" or self._is_closed or self._all_received:
                     raise
                 self._receive()
         except TransferError as e:
@@ -158,7 +158,7 @@ class KvFetch:
         self.wake.set()
 
     def _receive(self) -> None:
-        reader = wire.FrameReader(self._most_block_bytes())
+        reader = wire.FrameReader(self._max_block_bytes())
         wanted = self.wanted
         body = {
             "identity": self.identity.to_json(),
@@ -167,23 +167,23 @@ class KvFetch:
             "salt": wanted.salt,
             "adapters": [{"digest": digest, "scale": scale} for digest, scale in wanted.adapters],
         }
-        with self.peer.asked(body) as answer:
+        with self.peer.open_response(body) as answer:
             with self._room:
                 self._answer = answer
             began_s = time.thread_time()
             for piece in answer.pieces:
                 for frame in reader.feed(piece):
                     self._handle(frame)
-                if self._left:
+                if self._is_closed:
                     return
                 if self.yields:
                     # Waiting for the link takes no processor time.
-                    self.rest(min(_RESTS * (time.thread_time() - began_s), _REST_S))
+                    self.pause(min(_RESTS * (time.thread_time() - began_s), _REST_S))
                 began_s = time.thread_time()
         if not self._all_received:
             raise TransferError("it broke off its answer", reason="cut")
 
-    def _most_block_bytes(self) -> int:
+    def _max_block_bytes(self) -> int:
         n_tokens = wire.BLOCK_TOKENS
         spare_bytes = _SPARE_BYTES
         if self.whole or self.lacks_state:
@@ -198,7 +198,7 @@ class KvFetch:
         elif frame.kind == frames.HEAD:
             cached = frame.words().get("cached")
             if isinstance(cached, int):
-                self.cached_there = cached
+                self.cached_on_peer = cached
         elif frame.kind == frames.DONE:
             if self.received < self.stop or self.lacks_state:
                 raise TransferError("it sent fewer blocks than the prompt has", reason="damaged")
@@ -217,20 +217,20 @@ class KvFetch:
         entry = KvEntry(self.identity.name, self.wanted.prompt[:stop], 0 if state else start, state)
         data = None
         if state == (self.received >= self.stop) and (self.lacks_state or not state):
-            data = entry.opened(frame.body)
+            data = entry.checked_data(frame.body)
         if data is None:
             raise TransferError(
                 "a block is damaged, or another one than was asked for", reason="damaged"
             )
         with self._room:
-            while len(self._blocks) >= _MAX_WAITING and not self._left:
+            while len(self._blocks) >= _MAX_WAITING and not self._is_closed:
                 self._room.wait()
-            if self._left:
+            if self._is_closed:
                 return
             self._blocks.append(FetchedBlock(entry.start, stop, data, state))
         self.received = stop
         if state:
             self.lacks_state = False
         self.received_bytes += len(frame.body)
-        self.moved_s = self.clock()
+        self.last_progress_s = self.clock()
         self.wake.set()

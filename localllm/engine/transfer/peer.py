@@ -51,21 +51,21 @@ class KvPeer:
 
     `token_bytes`: the memory of a token in the context (0: unknown).
     `patience_s`: is added to the time in which it must answer the measurement of the link.
-    `most_tokens`: the length of the longest prompt that it reads (0: unknown).
+    `max_tokens`: the length of the longest prompt that it reads (0: unknown).
     `cost`: seconds for a transfer of a number of tokens, learnt from all transfers.
-    `said`: called with a sentence if the server can't be used, once until it works again.
+    `report`: called with a sentence if the server can't be used, once until it works again.
     """
 
     url: str
     key: str | None
     model: str
     identity: dict[str, str]
-    said: Callable[[str], object]
+    report: Callable[[str], object]
     clock: Callable[[], float] = time.monotonic
     cost: PrefillCost = field(default_factory=PrefillCost)
     token_bytes: float = 0.0
     patience_s: float = 0.0
-    most_tokens: int = 0
+    max_tokens: int = 0
     link_bytes_s: float = 0.0
     _not_before_s: float = float("-inf")
     _pause_s: float = _FIRST_PAUSE_S
@@ -84,23 +84,23 @@ class KvPeer:
         """False for a while after a failure."""
         return self.clock() >= self._not_before_s
 
-    def works(self) -> None:
+    def record_success(self) -> None:
         """Record that a transfer succeeded."""
         self._pause_s = _FIRST_PAUSE_S
         self._not_before_s = float("-inf")
         self._failing = False
 
-    def failed(self, error: TransferError) -> None:
+    def record_failure(self, error: TransferError) -> None:
         """Leave the server out for a while, and report the failure unless it was reported."""
         self._not_before_s = self.clock() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
         if not self._failing:
             self._failing = True
             # Part of the text comes from the other server.
-            why = _printable(error.message)
-            self.said(
-                f"prompts are read here, without the KV of {self.name}: {why}; it is asked again "
-                "from time to time"
+            reason = _printable(error.message)
+            self.report(
+                f"prompts are read here, without the KV of {self.name}: {reason}; it is asked "
+                "again from time to time"
             )
 
     def start(self) -> None:
@@ -112,48 +112,50 @@ class KvPeer:
             try:
                 self.probe()
             except TransferError as e:
-                self.failed(e)
+                self.record_failure(e)
             else:
-                self.works()
+                self.record_success()
                 return
             self._closed.wait(max(self._not_before_s - self.clock(), _FIRST_PAUSE_S))
 
     def probe(self) -> None:
         """Ask for the server's speed, and measure the link's. Raises TransferError."""
-        said: dict[str, Any] = {}
+        head: dict[str, Any] = {}
         began = self.clock()
         reader = wire.FrameReader(0)
         silence_s = _PROBE_SILENCE_S + self.patience_s
-        with self.asked({"tokens": [], "pads": _PROBE_BYTES}, silence_s) as answer:
+        with self.open_response({"tokens": [], "pads": _PROBE_BYTES}, silence_s) as answer:
             first_s = self.clock() - began
             began = self.clock()
             for piece in answer.pieces:
                 for frame in reader.feed(piece):
                     if frame.kind == frames.HEAD:
-                        said = frame.words()
+                        head = frame.words()
                     elif frame.kind == frames.DONE:
-                        self._learn_link(said, first_s, self.clock() - began)
+                        self._learn_link(head, first_s, self.clock() - began)
                         return
         raise TransferError("it broke off its answer", reason="cut")
 
-    def takes(self, n_tokens: int) -> bool:
+    def accepts(self, n_tokens: int) -> bool:
         """True if it can be asked now for the KV of a prompt of this length."""
-        return self.usable and n_tokens <= (self.most_tokens or n_tokens)
+        return self.usable and n_tokens <= (self.max_tokens or n_tokens)
 
-    def _learn_link(self, said: dict[str, Any], first_s: float, pads_s: float) -> None:
+    def _learn_link(self, head: dict[str, Any], first_s: float, pads_s: float) -> None:
         self.link_bytes_s = _PROBE_BYTES / max(pads_s, 1e-6)
         token_s = 0.0
-        speed = said.get("prefill_tok_s")
-        most = said.get("most_tokens")
-        if isinstance(most, int):
-            self.most_tokens = most
+        speed = head.get("prefill_tok_s")
+        max_tokens = head.get("most_tokens")
+        if isinstance(max_tokens, int):
+            self.max_tokens = max_tokens
         if isinstance(speed, (int, float)) and speed > 0:
             token_s = max(1 / speed, self.token_bytes / self.link_bytes_s)
         if token_s and not self.cost.token_s:
             self.cost.learn(wire.BLOCK_TOKENS, first_s + wire.BLOCK_TOKENS * token_s)
 
     @contextmanager
-    def asked(self, body: dict[str, Any], silence_s: float = _SILENCE_S) -> Iterator[KvAnswer]:
+    def open_response(
+        self, body: dict[str, Any], silence_s: float = _SILENCE_S
+    ) -> Iterator[KvAnswer]:
         """Send a request, and yield its response. Raises TransferError, also if the server gives no
         byte for `silence_s`."""
         import httpx
@@ -161,21 +163,21 @@ class KvPeer:
         headers = {"accept": frames.MEDIA_TYPE, "accept-encoding": "identity"}
         if self.key:
             headers["authorization"] = f"Bearer {self.key}"
-        sent = {"model": self.model, "identity": self.identity, **body}
+        full_body = {"model": self.model, "identity": self.identity, **body}
         timeout = httpx.Timeout(silence_s, connect=_CONNECT_S, pool=None)
         try:
             with self._http().stream(
-                "POST", f"{self.url}/v1/kv", json=sent, headers=headers, timeout=timeout
+                "POST", f"{self.url}/v1/kv", json=full_body, headers=headers, timeout=timeout
             ) as answer:
                 if answer.status_code != 200:
                     raise TransferError(_refusal(answer), reason="refused")
                 stream = answer.extensions["network_stream"]
                 yield KvAnswer(answer.iter_raw(), stream.get_extra_info("socket"))
         except httpx.ConnectError as e:
-            why = "it can't be reached"
+            reason = "it can't be reached"
             if "CERTIFICATE_VERIFY_FAILED" in str(e):
-                why = "its certificate is not trusted (SSL_CERT_FILE names a file with it)"
-            raise TransferError(why, reason="unreachable") from e
+                reason = "its certificate is not trusted (SSL_CERT_FILE names a file with it)"
+            raise TransferError(reason, reason="unreachable") from e
         except httpx.TimeoutException as e:
             raise TransferError(f"it gave no answer for {silence_s:g} s", reason="late") from e
         except (httpx.HTTPError, httpx.StreamError, OSError) as e:
@@ -209,9 +211,9 @@ def _refusal(answer: httpx.Response) -> str:
         message = wire.Frame(b"", memoryview(body)).words()["error"]["message"]
     except (BadFrameError, KeyError, TypeError):
         message = ""
-    said = _printable(str(message)[:300])
-    if said:
-        return f"it answers {answer.status_code}: {said}"
+    text = _printable(str(message)[:300])
+    if text:
+        return f"it answers {answer.status_code}: {text}"
     return f"it answers {answer.status_code}"
 
 

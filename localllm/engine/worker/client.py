@@ -73,7 +73,7 @@ class WorkerOptions:
                 "engine": self.engine,
                 "draft_path": self.draft_path,
             },
-            loads=Path(self.spec.path).name,
+            model_name=Path(self.spec.path).name,
             on_progress=progress,
         )
         return WorkerClient(process, ready, self.spec.placement.workers)
@@ -95,8 +95,8 @@ class WorkerClient(EngineClient):
 
     async def listen(self, request: Request, on_event: Callable[[Event], None]) -> Finish | Failure:
         if request.id in self._streams:
-            said = "a request with this id is running already"
-            return Failure(request.id, "invalid_request", said)
+            message = "a request with this id is running already"
+            return Failure(request.id, "invalid_request", message)
         # Copying a million ids would stop the event loop for a second.
         if not isinstance(request.prompt, str) and len(request.prompt) >= self.info.n_ctx:
             return prompt_too_long(request.id, len(request.prompt), self.info.n_ctx)
@@ -177,14 +177,14 @@ class WorkerClient(EngineClient):
         if not self._workers:
             return Failure(request_id, death.code, death.message, death.hint)
         # If a worker machine is lost, the process that computes on it ends.
-        there = (
+        advice = (
             f"parts of the model are on {', '.join(self._workers)}: check that each machine is "
             "reachable and runs its worker"
         )
         return Failure(
             request_id,
             death.code,
-            f"{death.message}; {there}",
+            f"{death.message}; {advice}",
             "the next request loads the model again",
         )
 

@@ -57,7 +57,7 @@ class EmbeddingOptions:
         """
         process = await pipe.spawn("localllm.engine.worker.embedding", self.log_path)
         order = {k: v for k, v in asdict(self).items() if k not in _NOT_SENT}
-        return EmbeddingEngine(process, await process.load(order, loads=Path(self.path).name))
+        return EmbeddingEngine(process, await process.load(order, model_name=Path(self.path).name))
 
 
 class EmbeddingEngine(EngineClient):

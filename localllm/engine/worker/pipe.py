@@ -81,13 +81,17 @@ class JsonProcess(asyncio.SubprocessProtocol):
         return process
 
     async def load(
-        self, order: Mapping[str, Any], *, loads: str, on_progress: MessageCallback | None = None
+        self,
+        order: Mapping[str, Any],
+        *,
+        model_name: str,
+        on_progress: MessageCallback | None = None,
     ) -> dict[str, Any]:
         """Send `order`, and wait for {"ready": …}. Other messages before that go to `on_progress`.
 
         Ends the process if loading fails. Raises the LocalLLMError from {"fatal": …}, or
-        WorkerDiedError if the process ends without a message. `loads` is the model's name for the
-        error.
+        WorkerDiedError if the process ends without a message. `model_name` is the model's name for
+        the error.
         """
         if on_progress is not None:
             self._on_progress = on_progress
@@ -97,7 +101,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
             message = await self._first
             if message is None:
                 raise errors.WorkerDiedError(
-                    f"the engine's process ended while loading {loads!r} "
+                    f"the engine's process ended while loading {model_name!r} "
                     f"({exit_reason(self.returncode)})",
                     hint=_hint_of(self.returncode)
                     or "the file may be damaged or too large for this machine; "
@@ -140,9 +144,9 @@ class JsonProcess(asyncio.SubprocessProtocol):
         after the process has ended and all its output is read. Messages that came earlier are
         delivered at once.
         """
-        unheard = self._buffered
+        buffered = self._buffered
         self._buffered = []
-        for message in unheard:
+        for message in buffered:
             on_message(message)
         self._on_message = on_message
         self._on_end = on_end
@@ -172,9 +176,9 @@ class JsonProcess(asyncio.SubprocessProtocol):
         """True while a caller waits for the answer to a question."""
         return any(not reply.done() for reply in self._replies.values())
 
-    def kill_hung(self, why: str) -> None:
-        """Kill the process because it hangs. `why` is reported to the waiting callers."""
-        self._hangs = why
+    def kill_hung(self, reason: str) -> None:
+        """Kill the process because it hangs. `reason` is reported to the waiting callers."""
+        self._hangs = reason
         self.kill()
 
     def death(self) -> errors.WorkerDiedError:

@@ -157,12 +157,12 @@ class Supervisor(Generic[E]):
             return await self.options.start(self._on_loading)
         except DoesNotFitError:
             # Other programs took memory after the planning, or the driver needs more than planned.
-            less = None
+            smaller = None
             if self._smaller is not None:
-                less = await asyncio.to_thread(self._smaller)
-            if less is None:
+                smaller = await asyncio.to_thread(self._smaller)
+            if smaller is None:
                 raise
-            self.options = less
+            self.options = smaller
             self._smaller = None
         return await self._start()
 
@@ -254,20 +254,20 @@ class Watchdog:
     def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._patience_s = patience_s
         self._clock = clock
-        self._effort = -math.inf
-        self._looked_at = self._moved_at = clock()
+        self._last_effort = -math.inf
+        self._checked_s = self._progress_s = clock()
 
     def verdict(self, pulse: Pulse, effort: float) -> str:
         """The reason why the process is considered hung; empty if it is not."""
         now = self._clock()
-        since_s = now - self._looked_at
+        since_s = now - self._checked_s
         idle_share = _SILENT_SHARE if pulse.silent else _IDLE_SHARE
         # After a longer gap (the machine slept) there is no basis for a verdict.
-        if effort - self._effort > idle_share * since_s or since_s > self._patience_s / 2:
-            self._moved_at = now
-        self._effort = effort
-        self._looked_at = now
-        still_s = now - self._moved_at
+        if effort - self._last_effort > idle_share * since_s or since_s > self._patience_s / 2:
+            self._progress_s = now
+        self._last_effort = effort
+        self._checked_s = now
+        still_s = now - self._progress_s
         if pulse.busy_s <= self._patience_s:
             return ""
         if still_s > self._patience_s:
@@ -275,8 +275,8 @@ class Watchdog:
                 f"one call has lasted {pulse.busy_s:.0f} s, the last {still_s:.0f} s of "
                 "it without any progress"
             )
-        known = pulse.steps >= _KNOWS_AFTER_STEPS and pulse.longest_step_s > 0
-        if known and pulse.busy_s > max(
+        has_history = pulse.steps >= _KNOWS_AFTER_STEPS and pulse.longest_step_s > 0
+        if has_history and pulse.busy_s > max(
             2 * self._patience_s, _TIMES_LONGEST * pulse.longest_step_s
         ):
             return (
@@ -291,19 +291,19 @@ async def watch(engine: EngineClient, patience_s: float) -> None:
 
     `patience_s` 0: never. The process is not checked while no caller waits for it.
     """
-    between_s = min(patience_s / 10, _MAX_POLL_S)
-    dog: Watchdog | None = None
+    interval_s = min(patience_s / 10, _MAX_POLL_S)
+    watchdog: Watchdog | None = None
     silent_since: float | None = None
     while engine.alive:
         with suppress(TimeoutError):
-            await asyncio.wait_for(engine.process.wait(), between_s or None)
+            await asyncio.wait_for(engine.process.wait(), interval_s or None)
         if not engine.has_waiters:
-            dog = silent_since = None
+            watchdog = silent_since = None
             continue
-        dog = dog or Watchdog(patience_s)
+        watchdog = watchdog or Watchdog(patience_s)
         pulse: Pulse | None = None
         with suppress(TimeoutError, WorkerDiedError):
-            pulse = await asyncio.wait_for(engine.pulse(), max(between_s, 0.5))
+            pulse = await asyncio.wait_for(engine.pulse(), max(interval_s, 0.5))
         if pulse is None:
             # Even its reader does not answer: the entire process has stopped, or one thread blocks
             # all others.
@@ -312,11 +312,11 @@ async def watch(engine: EngineClient, patience_s: float) -> None:
         else:
             silent_since = None
         try:
-            why = dog.verdict(pulse, effort_of(engine.pid))
+            reason = watchdog.verdict(pulse, effort_of(engine.pid))
         except ProcessLookupError:
             continue
-        if why:
-            engine.process.kill_hung(why)
+        if reason:
+            engine.process.kill_hung(reason)
 
 
 class EngineClient(ABC):

@@ -336,14 +336,14 @@ def _failure(request_id: str, error: Exception) -> Failure:
     return Failure(request_id, code, reason(error), counts=counts)
 
 
-def _check_length(backend: Backend, text: str | list[int], most: int) -> None:
-    """Raise ContextLengthError if a text certainly has more than `most` tokens."""
+def _check_length(backend: Backend, text: str | list[int], max_tokens: int) -> None:
+    """Raise ContextLengthError if a text certainly has more than `max_tokens` tokens."""
     n_tokens = None
     if isinstance(text, str):
-        n_tokens = estimated_tokens(backend, text, most)
+        n_tokens = estimated_tokens(backend, text, max_tokens)
     if n_tokens is not None:
-        said = f"the text has about {n_tokens} tokens, but the limit is {most}"
-        raise ContextLengthError(said, counts=(n_tokens, most))
+        message = f"the text has about {n_tokens} tokens, but the limit is {max_tokens}"
+        raise ContextLengthError(message, counts=(n_tokens, max_tokens))
 
 
 def _prepare(message: Message) -> None:
