@@ -40,7 +40,7 @@ class TopRows:
 BEST = SampleSpec(0.0, 0, 1.0, 0.0, 0.0)
 
 
-def unlimited(spec: SampleSpec) -> bool:
+def needs_all_weights(spec: SampleSpec) -> bool:
     """Return whether the draw depends on the weight of all tokens, which then must be given."""
     return spec.temperature > 0 and spec.top_k == 0
 
@@ -50,14 +50,14 @@ def may_decide(spec: SampleSpec | None, n: int) -> bool:
     token)."""
     if spec is None or spec.temperature <= 0:
         return True
-    if not unlimited(spec):
+    if not needs_all_weights(spec):
         return spec.top_k < n
-    if _changes(spec):
+    if _changes_logits(spec):
         return False
     return spec.temperature == 1.0 or spec.top_p < 1.0 or spec.min_p > 0.0
 
 
-def _changes(spec: SampleSpec) -> bool:
+def _changes_logits(spec: SampleSpec) -> bool:
     """Return whether `spec` changes logits before a token is chosen."""
     if spec.banned or spec.allowed is not None:
         return True
@@ -69,14 +69,14 @@ def _changed(ids: Ids, logits: Rows, spec: SampleSpec) -> Rows:
 
     A changed logit becomes -inf if a token outside the top k might now be greater.
     """
-    if _raises(spec):
+    if _may_raise_logits(spec):
         return np.full_like(logits, -np.inf)
-    least = logits.min()
+    smallest = logits.min()
     seen = spec.seen
     out = logits.copy()
     _add(out, ids, spec.bias)
     if seen is not None and len(seen.ids):
-        hit, at = _found(ids, seen.ids)
+        hit, at = _matches(ids, seen.ids)
         counts = seen.counts[at].astype(np.float32)
         repeat = np.float32(seen.repeat)
         was = out[hit]
@@ -89,11 +89,11 @@ def _changed(ids: Ids, logits: Rows, spec: SampleSpec) -> Rows:
     for token in spec.banned:
         out[ids == token] = -np.inf
     # If all are -inf, the caller decides with the full row.
-    out[out <= least] = -np.inf
+    out[out <= smallest] = -np.inf
     return out
 
 
-def _raises(spec: SampleSpec) -> bool:
+def _may_raise_logits(spec: SampleSpec) -> bool:
     """Return whether `spec` can increase a logit."""
     seen = spec.seen
     if seen is not None and (seen.repeat < 1.0 or seen.presence < 0.0 or seen.frequency < 0.0):
@@ -108,11 +108,11 @@ def _any_positive(amounts: Amounts | None) -> bool:
 def _add(logits: Rows, ids: Ids, amounts: Amounts | None) -> None:
     if amounts is not None:
         tokens, added = amounts
-        hit, at = _found(ids, tokens)
+        hit, at = _matches(ids, tokens)
         logits[hit] += added[at]
 
 
-def _found(ids: Ids, others: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+def _matches(ids: Ids, others: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
     """Return a mask of the `ids` that are among `others`, and their indices there."""
     if not len(others):
         return np.zeros(len(ids), dtype=np.bool_), others
@@ -145,9 +145,9 @@ class TopKChooser:
         self._rows = np.arange(len(where))
         specs = [chunks[i].sample or BEST for i in where]
         self._specs = specs
-        self._changed = [i for i, s in enumerate(specs) if _changes(s)]
-        self._hot = any(s.temperature > 0 for s in specs)
-        if not self._hot:
+        self._changed = [i for i, s in enumerate(specs) if _changes_logits(s)]
+        self._any_draws = any(s.temperature > 0 for s in specs)
+        if not self._any_draws:
             return
         settings = np.array([_draw_settings(s) for s in specs])
         self._temperature = settings[:, 0:1]
@@ -160,8 +160,10 @@ class TopKChooser:
         self._filtered = (self._top_p < math.inf) | (self._min_p > 0)
         self._any_filtered = self._filtered.any()
         # Draws that need the weight of all tokens.
-        self._weighed = np.array([[unlimited(s) and not _changes(s)] for s in specs])
-        self._any_weighed = self._weighed.any()
+        self._needs_totals = np.array(
+            [[needs_all_weights(s) and not _changes_logits(s)] for s in specs]
+        )
+        self._any_needs_totals = self._needs_totals.any()
 
     def of(self, top: TopRows) -> list[int | None]:
         """Return the next token of each chunk, from the `top` logits of the rows in `where`.
@@ -177,16 +179,19 @@ class TopKChooser:
                 logits[i] = _changed(top.ids[i], top.logits[i], self._specs[i])
         # Rows with NaN, or with only forbidden tokens, are left open.
         with np.errstate(invalid="ignore"):
-            if self._hot:
-                tokens, good = self._drawn(top, logits)
+            if self._any_draws:
+                tokens, certain = self._drawn(top, logits)
             else:
-                tokens, good = self._best(top, logits)
-        found: list[int | None] = tokens.tolist()
-        if not good.all():
-            found = [token if ok else None for token, ok in zip(found, good.tolist(), strict=True)]
-        if len(found) == self._n_chunks:
-            return found
-        at = dict(zip(self._where, found, strict=True))
+                tokens, certain = self._best(top, logits)
+        tokens_of_rows: list[int | None] = tokens.tolist()
+        if not certain.all():
+            tokens_of_rows = [
+                token if ok else None
+                for token, ok in zip(tokens_of_rows, certain.tolist(), strict=True)
+            ]
+        if len(tokens_of_rows) == self._n_chunks:
+            return tokens_of_rows
+        at = dict(zip(self._where, tokens_of_rows, strict=True))
         return [at.get(i) for i in range(self._n_chunks)]
 
     def _best(self, top: TopRows, logits: Rows) -> tuple[Ids, NDArray[np.bool_]]:
@@ -212,36 +217,36 @@ class TopKChooser:
         # Draw a rank first and look up its id: sorting the ids too took five times as long.
         ranked = np.sort(logits, axis=1)[:, ::-1]
         totals = None
-        if self._any_weighed:
+        if self._any_needs_totals:
             # The weight of all tokens; the probabilities of the first ones depend on it.
-            known = 0.0 if top.totals is None else top.totals[:, None]
-            totals = np.where(self._weighed, known, 0.0)
+            row_totals = 0.0 if top.totals is None else top.totals[:, None]
+            totals = np.where(self._needs_totals, row_totals, 0.0)
             top_k = np.where(totals[:, 0] > 0, k, top_k)
         last = np.minimum(np.maximum(top_k, 1), k) - 1
         width = int(last.max()) + 1
-        good = (top_k > 0) & (top_k <= k) & (ranked[:, 0] < np.inf)
+        certain = (top_k > 0) & (top_k <= k) & (ranked[:, 0] < np.inf)
         if self._changed:
             # Tokens outside the top k may have a higher rank than those that were lowered.
-            good &= ranked[rows, last] > -np.inf
+            certain &= ranked[rows, last] > -np.inf
         weights, tempered = self._weights(ranked[:, :width], last)
         if self._any_filtered:
-            kept = self._kept(weights, totals)
+            passing = self._passing(weights, totals)
             if totals is not None:
                 # If the filters keep the last of the top k, they may keep tokens outside as well.
-                cut = (totals > 0) & self._filtered
-                good &= ~cut[:, 0] | ~kept[rows, last]
-            tempered = tempered * kept
-        reached = np.add.accumulate(tempered, axis=1)
-        top_mass = reached[:, -1:]
+                may_pass_outside = (totals > 0) & self._filtered
+                certain &= ~may_pass_outside[:, 0] | ~passing[rows, last]
+            tempered = tempered * passing
+        cumulative = np.add.accumulate(tempered, axis=1)
+        top_mass = cumulative[:, -1:]
         mass = top_mass
         if totals is not None:
             # The weight of the tokens outside is known only at temperature 1.
             beyond = (totals > 0) & ~self._filtered
             mass = np.where(beyond, np.maximum(totals, mass), mass)
             among_few = self._at_one & (self._uniform * mass < top_mass)
-            good &= ~beyond[:, 0] | among_few[:, 0]
+            certain &= ~beyond[:, 0] | among_few[:, 0]
         goal = np.minimum(self._uniform * mass, np.nextafter(top_mass, 0.0))
-        rank = (reached <= goal).argmin(axis=1)
+        rank = (cumulative <= goal).argmin(axis=1)
         drawn = ranked[rows, rank]
         hit = logits == drawn[:, None]
         tokens: Ids = top.ids[rows, hit.argmax(axis=1)]
@@ -251,7 +256,7 @@ class TopKChooser:
                 equals = np.sort(top.ids[i, hit[i]])
                 n_greater = np.count_nonzero(ranked[i] > drawn[i])
                 tokens[i] = equals[rank[i] - n_greater]
-        return tokens, good & (drawn > ranked[:, -1])
+        return tokens, certain & (drawn > ranked[:, -1])
 
     def _weights(
         self, ranked: Rows, last: NDArray[np.int64]
@@ -261,12 +266,12 @@ class TopKChooser:
 
         Tokens after the `last` of each row have weight 0.
         """
-        far = ranked.astype(np.float64)
-        far = far - far[:, :1]
-        weights = np.exp(far)
+        distances = ranked.astype(np.float64)
+        distances = distances - distances[:, :1]
+        weights = np.exp(distances)
         tempered = weights
         if not self._all_at_one:
-            tempered = np.exp(far / self._temperature)
+            tempered = np.exp(distances / self._temperature)
         width = ranked.shape[1]
         if last.min() < width - 1:
             limited = np.arange(width) <= last[:, None]
@@ -274,7 +279,7 @@ class TopKChooser:
             tempered = tempered * limited
         return weights, tempered
 
-    def _kept(
+    def _passing(
         self, weights: NDArray[np.float64], totals: NDArray[np.float64] | None
     ) -> NDArray[np.bool_]:
         """Return a mask of the ranked tokens that the filters keep, by the rules of filters.py.
@@ -286,6 +291,6 @@ class TopKChooser:
         all_weigh = summed[:, -1:]
         if totals is not None:
             all_weigh = np.where(totals > 0, totals, all_weigh)
-        kept = weights >= self._min_p
-        kept[:, 1:] &= summed[:, :-1] < self._top_p * all_weigh
-        return kept
+        passing = weights >= self._min_p
+        passing[:, 1:] &= summed[:, :-1] < self._top_p * all_weigh
+        return passing

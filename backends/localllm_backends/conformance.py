@@ -115,13 +115,13 @@ class Subject:
         self.drop(sequence)
         return rows
 
-    def same(self, a: NDArray[np.float32], b: NDArray[np.float32], what: str) -> None:
+    def same(self, a: NDArray[np.float32], b: NDArray[np.float32], subject: str) -> None:
         """Require that `a` and `b` are equal except for rounding. NaN equals no value."""
         share = difference(a, b)
         # Written so that NaN fails.
         require(
             share <= self.noise,
-            f"{what}: logits differ by {share:.3g} of the largest logit; "
+            f"{subject}: logits differ by {share:.3g} of the largest logit; "
             f"{self.noise:.3g} is allowed",
         )
         self.worst = max(self.worst, share)
@@ -291,15 +291,15 @@ def what_is_sampled_follows_from_the_logits(subject: Subject) -> None:
 
 
 # Allowed difference of single from double precision, as a share of the probability mass.
-_NEAR = 1e-4
+_TOLERANCE = 1e-4
 
 
 def may_be_sampled(
-    token: int, row: NDArray[np.float64], spec: SampleSpec, near: float = _NEAR
+    token: int, row: NDArray[np.float64], spec: SampleSpec, tolerance: float = _TOLERANCE
 ) -> bool:
     """Return whether `token` is the one that `spec` defines.
 
-    The spec's limits may be off by `near`, a share of the probability mass.
+    The spec's limits may be off by `tolerance`, a share of the probability mass.
     """
     row = row.copy()
     if spec.bias is not None:
@@ -316,24 +316,26 @@ def may_be_sampled(
         row[bits[: len(row)] == 0] = -np.inf
     row[list(spec.banned)] = -np.inf
     if spec.temperature <= 0:
-        return bool(row[token] >= row.max() - _NEAR)
-    return any(_draws(token, row, spec, by, near) for by in (0.0, -near, near))
+        return bool(row[token] >= row.max() - _TOLERANCE)
+    return any(_draws(token, row, spec, by, tolerance) for by in (0.0, -tolerance, tolerance))
 
 
-def _draws(token: int, row: NDArray[np.float64], spec: SampleSpec, by: float, near: float) -> bool:
-    """Return whether `spec` draws `token` from `row`, within `near`.
+def _draws(
+    token: int, row: NDArray[np.float64], spec: SampleSpec, shift: float, tolerance: float
+) -> bool:
+    """Return whether `spec` draws `token` from `row`, within `tolerance`.
 
-    `by`: share by which the spec's limits are moved.
+    `shift`: share by which the spec's limits are moved.
     """
     ranked = np.lexsort((np.arange(len(row)), -row))
     ids = ranked[: spec.top_k or None]
     share = np.exp(row[ids] - row[ids[0]])
     share /= share.sum()
     if spec.top_p < 1.0:
-        last = int(np.searchsorted(np.cumsum(share), spec.top_p + by))
+        last = int(np.searchsorted(np.cumsum(share), spec.top_p + shift))
         ids = ids[: last + 1]
-    least = spec.min_p * (1 + by) * share[0]
-    ids = ids[share[: len(ids)] >= least]
+    min_share = spec.min_p * (1 + shift) * share[0]
+    ids = ids[share[: len(ids)] >= min_share]
     if not spec.top_k and spec.top_p >= 1.0:
         ids = np.sort(ids)
     places = np.flatnonzero(ids == token)
@@ -344,7 +346,7 @@ def _draws(token: int, row: NDArray[np.float64], spec: SampleSpec, by: float, ne
     weights /= weights.sum()
     end = np.cumsum(weights)[at]
     begin = end - weights[at]
-    return bool(begin - near <= spec.uniform <= end + near)
+    return bool(begin - tolerance <= spec.uniform <= end + tolerance)
 
 
 def a_fork_at_the_end_continues_independently(subject: Subject) -> None:
@@ -378,13 +380,13 @@ def truncated_tokens_leave_no_trace(subject: Subject) -> None:
     tokens = subject.text_tokens(90)
     sequence = subject.new()
     capabilities = backend.capabilities
-    most = 8
+    n_rejected = 8
     if capabilities.rewind != "any":
-        most = min(8, capabilities.rewind_tokens)
+        n_rejected = min(8, capabilities.rewind_tokens)
     for start in range(0, 90, 10):
         accepted = tokens[start : start + 10]
-        rejected = subject.text_tokens(most, start + 40)
-        backend.step([Chunk(sequence, [*accepted, *rejected], outputs=1 + most)])
+        rejected = subject.text_tokens(n_rejected, start + 40)
+        backend.step([Chunk(sequence, [*accepted, *rejected], outputs=1 + n_rejected)])
         backend.truncate(sequence, start + 10)
         require(backend.length(sequence) == start + 10, "truncate left a wrong length")
     expected = subject.fresh([*tokens, 11])
@@ -402,20 +404,20 @@ def exported_kv_gives_the_same_continuation(subject: Subject) -> None:
     backend = subject.backend
     tokens = subject.text_tokens(60)
     source = subject.new()
-    able = backend.capabilities
+    capabilities = backend.capabilities
     expected = subject.feed(source, tokens)
-    edges = (0, 25, 60) if able.segments else (0, 60)
+    edges = (0, 25, 60) if capabilities.segments else (0, 60)
     pieces = [(a, b, backend.export_range(source, a, b)) for a, b in pairwise(edges)]
     copy = subject.new()
     for start, stop, data in pieces:
         backend.import_range(copy, data, start, stop)
-    if able.states:
+    if capabilities.states:
         backend.import_state(copy, backend.export_state(source), 60)
     require(backend.length(copy) == 60, "the sequence does not have 60 tokens after their import")
     after_source = backend.step([Chunk(source, [9])]).logits(0)[0].copy()
     after_copy = backend.step([Chunk(copy, [9])]).logits(0)[0]
     subject.same(after_source, after_copy, "exported and imported KV")
-    if able.segments and not able.states:
+    if capabilities.segments and not capabilities.states:
         backend.truncate(copy, 0)
         for start, stop, data in pieces:
             backend.import_range(copy, data, start, min(stop, 59))
@@ -428,14 +430,19 @@ def foreign_bytes_are_refused_and_append_nothing(subject: Subject) -> None:
     source = subject.new()
     target = subject.new()
     subject.feed(source, subject.text_tokens(20))
-    good = backend.export_range(source, 0, 20)
+    exported = backend.export_range(source, 0, 20)
     free = backend.cells_free()
-    for bad in (b"", b"x", b"not a block of KV at all, but long enough", good[: len(good) // 2]):
-        with refused(BackendFailure, f"{len(bad)} bytes of other data were accepted as KV"):
-            backend.import_range(target, bad, 0, 20)
+    for damaged in (
+        b"",
+        b"x",
+        b"not a block of KV at all, but long enough",
+        exported[: len(exported) // 2],
+    ):
+        with refused(BackendFailure, f"{len(damaged)} bytes of other data were accepted as KV"):
+            backend.import_range(target, damaged, 0, 20)
         require(backend.length(target) == 0, "a rejected import left tokens")
         require(backend.cells_free() == free, "a rejected import left cells in use")
-    backend.import_range(target, good, 0, 20)
+    backend.import_range(target, exported, 0, 20)
 
 
 def running_out_of_cells_is_reported_and_changes_nothing(subject: Subject) -> None:
@@ -453,10 +460,10 @@ def running_out_of_cells_is_reported_and_changes_nothing(subject: Subject) -> No
 
 
 def running_out_of_sequences_is_reported(subject: Subject) -> None:
-    most = subject.backend.info.n_seq_max
-    held = [subject.new() for _ in range(most)]
-    require(len(set(held)) == most, "two sequences have the same id")
-    with refused(NoCellsError, f"more than {most} sequences were created"):
+    max_sequences = subject.backend.info.n_seq_max
+    held = [subject.new() for _ in range(max_sequences)]
+    require(len(set(held)) == max_sequences, "two sequences have the same id")
+    with refused(NoCellsError, f"more than {max_sequences} sequences were created"):
         subject.new()
     subject.drop(held[0])
     subject.new()

@@ -358,8 +358,9 @@ class Backend(ABC):
         """
         return 1
 
-    def use_threads(self, most: int) -> None:  # noqa: B027 - optional
-        """Compute short steps (decode) with at most `most` threads, starting with the next step.
+    def use_threads(self, max_threads: int) -> None:  # noqa: B027 - optional
+        """Compute short steps (decode) with at most `max_threads` threads, starting with the next
+        step.
 
         The number of threads at load time stays the upper limit.
         """

@@ -68,12 +68,12 @@ class OwnedBackend(Backend):
     def _check_step(self, n_tokens: int, n_outputs: int) -> None:
         """Raise BackendFailure if a step can't have `n_tokens` tokens, `n_outputs` of them with
         logits."""
-        most = self.info.n_batch
+        limit = self.info.n_batch
         max_outputs = self.info.n_outputs
         if not n_tokens:
             raise BackendFailure("a step needs at least one token")
-        if n_tokens > most:
-            raise BackendFailure(f"a step of {n_tokens} tokens exceeds the batch size of {most}")
+        if n_tokens > limit:
+            raise BackendFailure(f"a step of {n_tokens} tokens exceeds the batch size of {limit}")
         if n_outputs > max_outputs:
             raise BackendFailure(
                 f"a step with {n_outputs} outputs exceeds the limit of {max_outputs}"

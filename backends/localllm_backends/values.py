@@ -378,8 +378,8 @@ class Chunk(NamedTuple):
 
     `outputs`: number of last tokens whose logits are wanted (0 in the middle of a prefill).
     `sample`: how to sample a token after the last one, if `Capabilities.samples`.
-    `few`: the caller rarely needs the logits apart from the sampled token, or from the best one if
-    there is no `sample`.
+    `top_k_suffices`: the caller rarely needs the logits apart from the sampled token, or from the
+    best one if there is no `sample`.
     `media`: the model reads these embeddings; `tokens` only gives their number. The chunk must be
     alone in its step.
     """

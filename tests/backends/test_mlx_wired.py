@@ -70,7 +70,7 @@ def test_a_large_model_is_wired_after_the_cache_is_cleared(
     from localllm_backends.mlx.memory import wire
 
     metal = on_metal(active)
-    wire(wanted=True)
+    wire(enabled=True)
     assert metal.calls == [("clear_cache", 0), ("set_wired_limit", min(active, RECOMMENDED))]
 
 
@@ -89,7 +89,7 @@ def test_small_models_cpus_and_a_disabled_setting_are_not_wired(
     from localllm_backends.mlx.memory import wire
 
     metal = on_metal(active, **how)
-    wire(wanted=wanted)
+    wire(enabled=wanted)
     assert not [call for call in metal.calls if call[0] == "set_wired_limit"]
 
 

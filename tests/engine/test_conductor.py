@@ -30,7 +30,7 @@ class QuietPeer(KvPeer):
         """Start no thread."""
 
     @contextmanager
-    def asked(self, body: dict[str, Any], silence_s: float = 0.0) -> Iterator[KvAnswer]:
+    def open_response(self, body: dict[str, Any], silence_s: float = 0.0) -> Iterator[KvAnswer]:
         raise TransferError("it sends nothing", reason="refused")
         yield
 

@@ -33,7 +33,7 @@ class Sending(KvPeer):
     ended: threading.Event = field(default_factory=threading.Event)
 
     @contextmanager
-    def asked(self, body: dict[str, Any], silence_s: float = 0.0) -> Iterator[KvAnswer]:
+    def open_response(self, body: dict[str, Any], silence_s: float = 0.0) -> Iterator[KvAnswer]:
         yield KvAnswer(iter(pieces()), None)  # type: ignore[arg-type]
         self.ended.set()
 

@@ -146,7 +146,7 @@ def test_a_real_probe_times_both_types_and_also_at_depth_on_a_gpu(
         timings.append(kv_probe.measure_pair(model, spec, pair))
         return Timing(1.0, 1.0)
 
-    monkeypatch.setattr(kv_probe, "confirmed", lambda _, *rest: measure(*rest))
+    monkeypatch.setattr(kv_probe, "timing_of", lambda _, *rest: measure(*rest))
     backend_type.load(replace(pairs("q8_0"), path=str(few_layers))).close()
     assert len(timings) == 1
     assert timings[0].wanted_s > 0

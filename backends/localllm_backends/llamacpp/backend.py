@@ -43,7 +43,7 @@ from localllm_backends.llamacpp.kv_blocks import (
     STATE,
     SequenceMemory,
     header,
-    opened,
+    parse_block,
 )
 from localllm_backends.llamacpp.kv_fidelity import compared
 from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, capabilities, model_info
@@ -85,7 +85,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             self._n_rewind = int(llama.llama_n_rs_seq(context))
         # For recurrent models: how many tokens of the last step can be removed; negative after a
         # removal, which is possible only once.
-        self._undoable: dict[SequenceId, int] = {}
+        self._rewindable_tokens: dict[SequenceId, int] = {}
         # Sliding windows: True if there was a fork since all sequences last had window cells of
         # their own.
         self._shares_windows = False
@@ -93,15 +93,15 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._batch = Batch(llama, n_batch)
         self._ledger = CellLedger(int(llama.llama_n_ctx(context)))
         # Objects that track every sequence.
-        self._books: list[Any] = [self._ledger]
+        self._trackers: list[Any] = [self._ledger]
         self._magic = KV
         if heads is not None:
-            self._books.append(heads)
+            self._trackers.append(heads)
             self._magic = KV_WITH_HEADS
         n_native = int(llama.llama_n_seq_max(context))
-        self._spare: int | None = None
+        self._scratch_sequence: int | None = None
         if n_native > spec.n_seq_max:
-            self._spare = n_native - 1
+            self._scratch_sequence = n_native - 1
         self._slices: PausingPrefill | None = None
         self._top = TopLogits(llama, context, self.n_vocab)
         self._idle = list(range(min(spec.n_seq_max, n_native) - 1, -1, -1))
@@ -112,13 +112,13 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     def _find_capabilities(self, path: Path, n_batch: int) -> None:
         """Warm up, and set the capabilities of this memory and its device."""
-        warm = self._warm_up(1)
+        sequence = self._warm_up(1)
         keeps_all = not self._n_swa and not self._recurrent
-        if self._spare is not None and not keeps_all:
-            self._states = self._memory.separate_states(warm, self._spare)
+        if self._scratch_sequence is not None and not keeps_all:
+            self._states = self._memory.separate_states(sequence, self._scratch_sequence)
             if not self._states:
-                self._spare = None
-        self.drop(warm)
+                self._scratch_sequence = None
+        self.drop(sequence)
         on_device = self._spec.n_gpu_layers != 0 and has_gpu()
         # A device may compute directly from the mapping.
         self._mapped = HugeWeights(path, 0 if on_device else None)
@@ -131,7 +131,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             on_device=on_device,
         )
         if self._llama.missing("states"):
-            self._spare = None
+            self._scratch_sequence = None
             self.capabilities = replace(self.capabilities, segments=False, sliced_prefill=False)
         if self.capabilities.asynchronous and keeps_all and TopLogits.exists(self._llama):
             self.sort_where_computed()
@@ -148,7 +148,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         if not self._idle:
             raise NoCellsError(f"all {self._spec.n_seq_max} sequences are in use")
         sequence = self._idle.pop()
-        for book in self._books:
+        for book in self._trackers:
             book.open(sequence)
         return sequence
 
@@ -170,12 +170,14 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             return self.can_rewind(source, n_tokens)
         # llama_memory_seq_cp copies the newest recurrent state, even if tokens are taken back
         # later.
-        return n_tokens == self._ledger.length(source) and self._undoable.get(source, 0) >= 0
+        return (
+            n_tokens == self._ledger.length(source) and self._rewindable_tokens.get(source, 0) >= 0
+        )
 
     def _share(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
         """Give the empty `target` the first `n_tokens` cells of `source`."""
         self._memory.copy(source, target, 0, self._ledger.position(source, n_tokens))
-        for book in self._books:
+        for book in self._trackers:
             book.fork(source, target, n_tokens)
         self._shares_windows = bool(self._n_swa)
 
@@ -189,17 +191,17 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             raise CannotRewindError(
                 f"this model's memory can't be truncated from {length} to {n_tokens} tokens"
             )
-        for book in self._books:
+        for book in self._trackers:
             book.truncate(sequence, n_tokens)
-        self._undoable[sequence] = -1 if n_tokens else 0
+        self._rewindable_tokens[sequence] = -1 if n_tokens else 0
 
     @owner_only
     def drop(self, sequence: SequenceId) -> None:
         """Free the sequence and those of its cells that no other sequence shares."""
         self._memory.cut(sequence)
-        for book in self._books:
+        for book in self._trackers:
             book.close(sequence)
-        self._undoable.pop(sequence, None)
+        self._rewindable_tokens.pop(sequence, None)
         self._idle.append(sequence)
 
     def length(self, sequence: SequenceId) -> int:
@@ -216,7 +218,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         if self._recurrent:
             # llama.cpp keeps one snapshot per token of the last step. It would also restore older,
             # stale snapshots.
-            return length - n_tokens <= self._undoable.get(sequence, 0)
+            return length - n_tokens <= self._rewindable_tokens.get(sequence, 0)
         if not self._n_swa:
             return True
         first = self._ledger.position(sequence, n_tokens) - self._n_swa
@@ -256,13 +258,15 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         batch.clear()
         for chunk in chunks:
             batch.add(chunk.sequence, self._end(chunk.sequence), chunk.tokens, chunk.outputs)
-        return self._sweep(batch, chunks)
+        return self._run_step(batch, chunks)
 
-    def _sweep(self, batch: Batch, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
+    def _run_step(self, batch: Batch, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
         """Run llama_decode on `batch`, which holds the tokens of `chunks`."""
         apply_adapters(self._context, self._spec.adapters)
         top_k = self._top.prepare(chunks)
-        decode = partial(self._decoder.decode, batch.native, interruptible=self._can_undo(chunks))
+        decode = partial(
+            self._decoder.decode, batch.native, interruptible=self._can_remove_step(chunks)
+        )
         if self._slices is not None:
             code = self._slices.run_step(decode)
         else:
@@ -270,7 +274,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         if code == 1 and self._separate_windows(chunks):
             code = self._decoder.decode(batch.native)
         if code:
-            self._undo(chunks)
+            self._remove_step(chunks)
             if code == ABORTED:
                 raise InterruptedStepError("the step was interrupted")
             if code == 1:
@@ -279,7 +283,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         for chunk in chunks:
             self._ledger.append(chunk.sequence, len(chunk.tokens))
             if self._n_rewind:
-                self._undoable[chunk.sequence] = min(self._n_rewind, len(chunk.tokens) - 1)
+                self._rewindable_tokens[chunk.sequence] = min(self._n_rewind, len(chunk.tokens) - 1)
         if self._heads is not None:
             self._heads.stepped(chunks)
         if not any(chunk.outputs for chunk in chunks):
@@ -299,7 +303,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         """
         if not self._shares_windows or not self._states or self._recurrent:
             return False
-        self._undo(chunks)
+        self._remove_step(chunks)
         self._memory.separate_windows(self._ledger.sequences)
         self._shares_windows = False
         return True
@@ -307,7 +311,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     def interrupt(self) -> None:
         self._decoder.interrupt()
 
-    def _can_undo(self, chunks: Sequence[Chunk]) -> bool:
+    def _can_remove_step(self, chunks: Sequence[Chunk]) -> bool:
         """Return False in the middle of an image whose tokens share one position.
 
         Undoing the step would also remove the beginning of the image.
@@ -315,8 +319,8 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         parts = [chunk.media for chunk in chunks if chunk.media is not None]
         return not any(part.run.grid is not None and part.start for part in parts)
 
-    def _undo(self, chunks: Sequence[Chunk]) -> None:
-        if not self._can_undo(chunks):
+    def _remove_step(self, chunks: Sequence[Chunk]) -> None:
+        if not self._can_remove_step(chunks):
             return
         for chunk in chunks:
             self._memory.cut(chunk.sequence, self._end(chunk.sequence))
@@ -339,8 +343,8 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         if any(adapter.scale != scale for adapter, scale in pairs):
             self._spec = with_scales(self._spec, scales)
 
-    def use_threads(self, most: int) -> None:
-        self._decoder.use_threads(most)
+    def use_threads(self, max_threads: int) -> None:
+        self._decoder.use_threads(max_threads)
 
     def idle_work(self, spare_bytes: int | None) -> bool:
         """Move weights that steps read from the file mapping into huge pages."""
@@ -360,19 +364,19 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         """Return the KV of tokens [start, stop): a header, then llama.cpp's sequence state."""
         self._check_range(sequence, start, stop)
         ledger = self._ledger
-        via: int | None = self._spare
+        scratch: int | None = self._scratch_sequence
         if (start, stop) == (0, ledger.length(sequence)) and not self._states:
-            via = sequence
-        if via is None:
+            scratch = sequence
+        if scratch is None:
             raise CannotRewindError("only the complete memory of this model can be exported")
         images = ledger.images_in(sequence, start, stop)
-        last = ledger.last_position(sequence, stop)
-        named = header(self._magic, start, stop, last, images)
-        begin = ledger.position(sequence, start)
-        end = ledger.position(sequence, stop)
-        data = self._memory.export(sequence, begin, end, via, named)
+        last_position = ledger.last_position(sequence, stop)
+        block_header = header(self._magic, start, stop, last_position, images)
+        start_position = ledger.position(sequence, start)
+        end_position = ledger.position(sequence, stop)
+        data = self._memory.export(sequence, start_position, end_position, scratch, block_header)
         if self._heads is not None:
-            data = join_blocks(data, self._heads.export_range(sequence, start, stop, via))
+            data = join_blocks(data, self._heads.export_range(sequence, start, stop, scratch))
         return data
 
     def export_runs(self, sequence: SequenceId, start: int, stop: int) -> int:
@@ -386,26 +390,26 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     def import_range(
         self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
     ) -> None:
-        own = memoryview(data)
+        model_data = memoryview(data)
         heads = memoryview(b"")
         if self._heads is not None:
-            own, heads = split_blocks(data, 2)
-        first, last, last_position, images, kv = opened(own, self._magic)
+            model_data, heads = split_blocks(data, 2)
+        first, last, last_position, images, kv = parse_block(model_data, self._magic)
         if not first <= start < stop <= last:
             raise BackendFailure("the data is not an exported KV block of these tokens")
         self._check_follows(sequence, start, stop)
         self._require_cells(last - first)
-        if self._spare is None and (start, stop, first) != (0, last, 0):
+        if self._scratch_sequence is None and (start, stop, first) != (0, last, 0):
             raise CannotRewindError("only the complete memory of this model can be imported")
         for image in images:
             if start <= image.start and image.stop <= stop:
                 self._ledger.place(sequence, image)
-        begin = self._ledger.position(sequence, start)
-        end = self._ledger.position(sequence, stop)
-        via = sequence if self._spare is None else self._spare
-        ends = range(last_position + 1, last_position + 2)
+        start_position = self._ledger.position(sequence, start)
+        end_position = self._ledger.position(sequence, stop)
+        via = sequence if self._scratch_sequence is None else self._scratch_sequence
+        end_range = range(last_position + 1, last_position + 2)
         try:
-            self._memory.append(sequence, kv, begin, end, via, ends)
+            self._memory.append(sequence, kv, start_position, end_position, via, end_range)
         except BackendFailure:
             self._ledger.truncate(sequence, start)
             raise
@@ -434,9 +438,9 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         # Cut after loading the state: recurrent layers refuse to be cut before they have it.
         if not self._memory.cut(sequence, self._ledger.position(sequence, n_tokens)):
             raise BackendFailure("llama.cpp did not truncate the sequence to the end of its state")
-        for book in self._books:
+        for book in self._trackers:
             book.truncate(sequence, n_tokens)
-        self._undoable.pop(sequence, None)
+        self._rewindable_tokens.pop(sequence, None)
 
     @owner_only
     def fork_state(self, source: SequenceId, data: bytes | memoryview, n_tokens: int) -> SequenceId:
@@ -475,17 +479,17 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     def _model_info(self, path: Path, n_batch: int) -> ModelInfo:
         # KV that was stored with draft heads can't be used without them.
-        mark = fingerprint(path)
+        identity = fingerprint(path)
         if self._spec.drafter:
-            mark += f"-{fingerprint(Path(self._spec.drafter))[:12]}"
+            identity += f"-{fingerprint(Path(self._spec.drafter))[:12]}"
         elif self._heads is not None:
-            mark += "-mtp"
+            identity += "-mtp"
         return model_info(
             self,
             self._llama,
             self._model,
             self._spec,
-            fingerprint=mark,
+            fingerprint=identity,
             n_ctx=self._ledger.capacity,
             n_seq_max=len(self._idle),
             n_batch=n_batch,

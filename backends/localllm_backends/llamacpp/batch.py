@@ -99,7 +99,7 @@ class LlamaCppStepResult(StepResult):
     """Logits of the last step: a view of llama.cpp's own output rows.
 
     `rows` returns the given number of rows. Reading them waits for the device. For the chunks with
-    the indices `few`, the device selects the top-k logits, which `top` reads.
+    the indices `top_k_chunks`, the device selects the top-k logits, which `top` reads.
     """
 
     def __init__(
@@ -117,15 +117,15 @@ class LlamaCppStepResult(StepResult):
 
     @cached_property
     def rows(self) -> Rows:
-        """The rows of all chunks. Rows of chunks in `few` have no meaning."""
+        """The rows of all chunks. Rows of `top_k_chunks` are undefined."""
         return self._read(self._ends[-1])
 
     @cached_property
     def _tokens(self) -> list[int | None]:
         """The token that the top-k logits determine for each chunk; None if they don't."""
-        nothing: list[int | None] = [None] * len(self._chunks)
+        undecided: list[int | None] = [None] * len(self._chunks)
         if self._top is None:
-            return nothing
+            return undecided
         return self._top.read(self._chunks, self._top_k_chunks)
 
     def argmax(self, chunk: int) -> list[int]:
@@ -176,26 +176,26 @@ class Decoder:
     def _should_abort(self, _user_data: Any) -> bool:
         return self._abort_requested
 
-    def use_threads(self, most: int) -> None:
-        """Use at most `most` threads for short steps from now on."""
-        self._n_threads_short = max(1, min(most, self._n_threads_long))
+    def use_threads(self, max_threads: int) -> None:
+        """Use at most `max_threads` threads for short steps from now on."""
+        self._n_threads_short = max(1, min(max_threads, self._n_threads_long))
 
     def decode(self, batch: Any, *, interruptible: bool = True) -> int:
         """Return llama_decode's code; `ABORTED` if `interrupt` was called during the step.
 
         If `interruptible` is False, the step can't be aborted in the middle.
         """
-        short = batch.n_tokens <= _SHORT_TOKENS
-        n_threads = self._n_threads_short if short else self._n_threads_long
+        is_short = batch.n_tokens <= _SHORT_TOKENS
+        n_threads = self._n_threads_short if is_short else self._n_threads_long
         self._llama.llama_set_n_threads(self._context, n_threads, n_threads)
-        may_end = interruptible and not short
-        if may_end:
+        abortable = interruptible and not is_short
+        if abortable:
             self._llama.llama_set_abort_callback(self._context, self._abort_callback, None)
         try:
             return int(self._llama.llama_decode(self._context, batch))
         finally:
             self._abort_requested = False
-            if may_end:
+            if abortable:
                 self._llama.llama_set_abort_callback(self._context, self._no_abort_callback, None)
 
     def logits(self, n: int) -> Rows:

@@ -63,10 +63,10 @@ class CellLedger:
 
     def runs(self, sequence: int, start: int, stop: int) -> int:
         """Return the number of runs of consecutive cells that hold tokens [start, stop)."""
-        taken = self._sequences[sequence][start:stop]
-        if not taken:
+        cells = self._sequences[sequence][start:stop]
+        if not cells:
             return 0
-        breaks = sum(after != before + 1 for before, after in pairwise(taken))
+        breaks = sum(after != before + 1 for before, after in pairwise(cells))
         return breaks + 1
 
     def fork(self, source: int, target: int, n: int) -> None:
@@ -122,8 +122,8 @@ class CellLedger:
         return [i for i in self._images[sequence] if start <= i.start and i.stop <= stop]
 
     def check_integrity(self) -> None:
-        held = Counter(chain.from_iterable(self._sequences.values()))
-        assert held - Counter(held.keys()) == self._shared, (
+        holders = Counter(chain.from_iterable(self._sequences.values()))
+        assert holders - Counter(holders.keys()) == self._shared, (
             "holder counts disagree with the sequences"
         )
-        assert len(held) + self.free == self.capacity, "cells were lost"
+        assert len(holders) + self.free == self.capacity, "cells were lost"

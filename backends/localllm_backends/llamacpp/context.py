@@ -62,29 +62,29 @@ def model_params(llama: Any, spec: LoadSpec) -> Any:
     _set_load_mode(llama, params, placed)
     llama.set_fields(params, use_extra_bufts=placed.layout != "stored")
     # Keeps alive what the parameters point to.
-    kept: list[Any] = []
-    params.kept = kept
+    keep_alive: list[Any] = []
+    params.kept = keep_alive
     if placed.experts_on_host:
         processor = llama.ggml_backend_dev_by_type(llama.GGML_BACKEND_DEVICE_TYPE_CPU)
         system_memory = llama.ggml_backend_dev_buffer_type(processor)
         pattern = experts_pattern(placed.experts_on_host).encode()
         override = llama.llama_model_tensor_buft_override
         # An override without a pattern ends the list.
-        kept.append((override * 2)(override(pattern, system_memory), override()))
-        params.tensor_buft_overrides = kept[-1]
+        keep_alive.append((override * 2)(override(pattern, system_memory), override()))
+        params.tensor_buft_overrides = keep_alive[-1]
     if placed.cards and spec.n_gpu_layers:
         chosen = [device.handle for device in accelerators(placed.cards)]
-        kept.append((ctypes.c_void_p * (len(chosen) + 1))(*chosen, None))
-        params.devices = kept[-1]
+        keep_alive.append((ctypes.c_void_p * (len(chosen) + 1))(*chosen, None))
+        params.devices = keep_alive[-1]
     if placed.tensor_split:
-        most = int(llama.llama_max_devices())
-        if len(placed.tensor_split) > most:
+        max_devices = int(llama.llama_max_devices())
+        if len(placed.tensor_split) > max_devices:
             raise LoadError(
-                f"llama.cpp can split a model over at most {most} devices, but the plan names "
-                f"{len(placed.tensor_split)}"
+                f"llama.cpp can split a model over at most {max_devices} devices, but the "
+                f"plan names {len(placed.tensor_split)}"
             )
-        kept.append((ctypes.c_float * most)(*placed.tensor_split))
-        params.tensor_split = kept[-1]
+        keep_alive.append((ctypes.c_float * max_devices)(*placed.tensor_split))
+        params.tensor_split = keep_alive[-1]
     return params
 
 
@@ -228,9 +228,9 @@ def trial_context(model: Any, spec: LoadSpec, kv: Sequence[str], **sizes: int) -
 
     `sizes` are its n_ctx, n_batch and n_outputs.
     """
-    alone = replace(spec, n_rewind=0, mtp=False, drafter="")
+    trial_spec = replace(spec, n_rewind=0, mtp=False, drafter="")
     typed: Any = {"kv_type_k": kv[0], "kv_type_v": kv[1], **sizes}
-    context = new_context(model, replace(alone, **typed), n_seq_max=1)
+    context = new_context(model, replace(trial_spec, **typed), n_seq_max=1)
     try:
         yield context
     finally:
@@ -251,8 +251,8 @@ def made_context(model: Any, **parameters: Any) -> Any:
     log.mark()
     context = llama.llama_init_from_model(model, params)
     if not context:
-        why = log.reason()
-        if "alloc" in why:
-            raise OutOfMemoryError(f"not enough memory for a context of {n_ctx} tokens: {why}")
-        raise LoadError(f"llama.cpp can't make a context of {n_ctx} tokens: {why}")
+        reason = log.reason()
+        if "alloc" in reason:
+            raise OutOfMemoryError(f"not enough memory for a context of {n_ctx} tokens: {reason}")
+        raise LoadError(f"llama.cpp can't make a context of {n_ctx} tokens: {reason}")
     return context

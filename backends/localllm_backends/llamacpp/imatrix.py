@@ -49,26 +49,26 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
         if is_gguf:
-            found = _read_gguf(path)
+            matrix = _read_gguf(path)
         else:
-            found = _read_older(path)
+            matrix = _read_older(path)
     except OSError as e:
         raise LoadError(f"{path.name!r} can't be read: {e.strerror or e}") from e
-    if not found.values:
+    if not matrix.values:
         raise LoadError(f"{path.name!r} is not an importance matrix")
-    for name, values in found.values.items():
+    for name, values in matrix.values.items():
         if not np.isfinite(values).all():
             raise LoadError(f"{path.name!r} holds numbers that are not finite (for {name})")
-    return found
+    return matrix
 
 
 def _read_gguf(path: Path) -> ImportanceMatrix:
     header = NativeHeader(path)
     places = header.float_tensors()
     datasets = header.texts("imatrix.datasets")
-    found = ImportanceMatrix(n_chunks=header.number("imatrix.chunk_count"))
+    matrix = ImportanceMatrix(n_chunks=header.number("imatrix.chunk_count"))
     if datasets:
-        found.dataset = datasets[0]
+        matrix.dataset = datasets[0]
     for name in places:
         tensor = name.removesuffix(_SUMS)
         if tensor == name or tensor + _COUNTS not in places:
@@ -83,8 +83,8 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
         used = counts > 0
         means = np.ones_like(rows)
         means[used] = rows[used] / counts[used, None]
-        found.values[tensor] = means.ravel()
-    return found
+        matrix.values[tensor] = means.ravel()
+    return matrix
 
 
 def _floats(path: Path, offset: int, n: int) -> Values:
@@ -96,13 +96,13 @@ def _floats(path: Path, offset: int, n: int) -> Values:
 def _read_older(path: Path) -> ImportanceMatrix:
     """Read a .dat file: entries with a name, a number of calls and sums of means, then the number
     of chunks and the name of the text."""
-    found = ImportanceMatrix()
+    matrix = ImportanceMatrix()
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         n_entries = _number(file)
         # Each entry takes at least 13 bytes.
         if not 0 < n_entries <= size_bytes // 13:
-            return found
+            return matrix
         for _ in range(n_entries):
             name = _text(file)
             n_calls = _number(file)
@@ -114,11 +114,11 @@ def _read_older(path: Path) -> ImportanceMatrix:
                 raise _damaged(path)
             if n_calls > 0:
                 values = values / np.float32(n_calls)
-            found.values[name] = values
+            matrix.values[name] = values
         if file.peek(1):
-            found.n_chunks = max(0, _number(file))
-            found.dataset = _text(file)
-    return found
+            matrix.n_chunks = max(0, _number(file))
+            matrix.dataset = _text(file)
+    return matrix
 
 
 def _number(file: io.BufferedReader) -> int:

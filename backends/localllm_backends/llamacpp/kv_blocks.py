@@ -43,7 +43,7 @@ def header(
     return fixed + b"".join(_IMAGE.pack(*image) for image in images)
 
 
-def opened(
+def parse_block(
     data: bytes | memoryview, magic: bytes
 ) -> tuple[int, int, int, list[PlacedMedia], memoryview]:
     """Return the arguments of `header`, and the block after it.
@@ -53,9 +53,9 @@ def opened(
     view = memoryview(data)
     if len(view) <= _HEADER.size:
         raise BackendFailure("the data is too short to be an exported KV block")
-    found, start, stop, last, n_images = _HEADER.unpack_from(view)
+    found_magic, start, stop, last, n_images = _HEADER.unpack_from(view)
     begin = _HEADER.size + n_images * _IMAGE.size
-    if found != magic or begin > len(view):
+    if found_magic != magic or begin > len(view):
         raise BackendFailure("the data is not an exported KV block of these tokens")
     images = [PlacedMedia(*image) for image in _IMAGE.iter_unpack(view[_HEADER.size : begin])]
     return start, stop, last, images, view[begin:]
@@ -82,22 +82,22 @@ class SequenceMemory:
         # llama.cpp's bytes for the state of an empty sequence, if states are separate.
         self._no_state = b""
 
-    def separate_states(self, sequence: int, spare: int) -> bool:
+    def separate_states(self, sequence: int, scratch: int) -> bool:
         """Handle states separately from now on, if llama.cpp's format allows it.
 
-        `sequence` holds a token and `spare` is empty. Returns False unless both are written as two
-        sections.
+        `sequence` holds a token and `scratch` is empty. Returns False unless both are written as
+        two sections.
         """
         if self._missing:
             return False
         both = self.write(sequence)
         state = self.write(sequence, partial=True)[_PREFIX_BYTES:]
-        nothing = self.write(spare)
-        no_state = self.write(spare, partial=True)
+        empty_sequence = self.write(scratch)
+        no_state = self.write(scratch, partial=True)
         empty = no_state[_PREFIX_BYTES:]
         if not len(state) > len(empty) > 0:
             return False
-        if not _is_second_section(state, both) or not _is_second_section(empty, nothing):
+        if not _is_second_section(state, both) or not _is_second_section(empty, empty_sequence):
             return False
         self._no_state = no_state
         return True
@@ -164,26 +164,28 @@ class SequenceMemory:
                 "model or has another KV type"
             )
 
-    def export(self, sequence: int, start: int, stop: int, via: int, header: bytes = b"") -> bytes:
+    def export(
+        self, sequence: int, start: int, stop: int, scratch: int, header: bytes = b""
+    ) -> bytes:
         """Return the data of positions [start, stop).
 
-        If they are only a part of the sequence, they are copied into the empty sequence `via`
+        If they are only a part of the sequence, they are copied into the empty sequence `scratch`
         first.
         """
-        if via == sequence:
+        if scratch == sequence:
             return self.write(sequence, header)
-        self.copy(sequence, via, start, stop)
+        self.copy(sequence, scratch, start, stop)
         try:
             if not self._no_state:
-                return self.write(via, header)
+                return self.write(scratch, header)
             # `via` shares the recurrent state of the source. Empty it, so that it is not copied
             # with every piece.
-            self.read(via, self._no_state, partial=True)
-            both = self.write(via, header)
-            state_bytes = self.size(via, partial=True) - _PREFIX_BYTES
+            self.read(scratch, self._no_state, partial=True)
+            both = self.write(scratch, header)
+            state_bytes = self.size(scratch, partial=True) - _PREFIX_BYTES
             return both[: len(both) - state_bytes]
         finally:
-            self.cut(via)
+            self.cut(scratch)
 
     def append(
         self,
@@ -191,29 +193,29 @@ class SequenceMemory:
         raw: bytes | memoryview,
         start: int,
         stop: int,
-        via: int,
+        scratch: int,
         ends: range,
     ) -> None:
         """Append positions [start, stop) of `raw`.
 
-        If this sequence already holds tokens, import into the empty sequence `via` first. Raises
-        BackendFailure, without appending, if llama.cpp rejects the data or if the data's end is not
-        in `ends`.
+        If this sequence already holds tokens, import into the empty sequence `scratch` first.
+        Raises BackendFailure, without appending, if llama.cpp rejects the data or if the data's end
+        is not in `ends`.
         """
         no_state = self._no_state[_PREFIX_BYTES:]
         try:
-            self.read(via, b"".join([raw, no_state]) if no_state else raw)
-            if not no_state and self.end(via) not in ends:
+            self.read(scratch, b"".join([raw, no_state]) if no_state else raw)
+            if not no_state and self.end(scratch) not in ends:
                 raise BackendFailure(
                     "llama.cpp rejected this KV block: its tokens differ from its header"
                 )
-            if via != sequence:
-                self.copy(via, sequence, start, stop)
+            if scratch != sequence:
+                self.copy(scratch, sequence, start, stop)
         except BackendFailure:
-            self.cut(via)
+            self.cut(scratch)
             raise
-        if via != sequence:
-            self.cut(via)
+        if scratch != sequence:
+            self.cut(scratch)
 
     def load_state(self, sequence: int, data: bytes | memoryview, n_tokens: int, last: int) -> None:
         """Set the state of `sequence` that was exported after `n_tokens`, with largest position
@@ -221,7 +223,7 @@ class SequenceMemory:
 
         Raises BackendFailure if the data is rejected. The old state is lost then.
         """
-        _, exported_tokens, _, _, state = opened(data, STATE)
+        _, exported_tokens, _, _, state = parse_block(data, STATE)
         if exported_tokens != n_tokens:
             raise BackendFailure(f"the data is not the state after {n_tokens} tokens")
         self.read(sequence, state, partial=True)

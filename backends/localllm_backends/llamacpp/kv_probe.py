@@ -28,7 +28,7 @@ from localllm_backends.llamacpp.native import log, start_native
 # q8_0 and q4_0). Without one it takes several times as long. Ratios between are noise of a shared
 # machine. Noise can also look like a slow type once, so a slow result must repeat every time.
 SLOWER_RATIO = 1.5
-_VERDICTS = 3
+_MAX_TRIALS = 3
 _PROMPT_TOKENS = 64
 _DECODE_TOKENS = 64
 _ROUND_TOKENS = 8
@@ -38,7 +38,7 @@ _PREFILL_S = 0.5
 _DEEP_TOKENS = 4096
 _PREFILL_BATCH = 512
 # Extrapolate to at most this multiple of the measured depth, since the noise grows with it.
-_LEVER = 16
+_MAX_EXTRAPOLATION = 16
 # Time limit, so that a model with 2 tok/s does not decode for a minute. At least one round of each
 # type runs.
 _BUDGET_S = 1.0
@@ -68,14 +68,14 @@ class Timing:
         """True if the requested pair is slower than noise can explain."""
         return self.wanted_s > SLOWER_RATIO * self.f16_s
 
-    def extrapolated(self, near: Timing, depth: int) -> Timing:
-        """Extrapolate linearly from `near` and this timing to `depth`.
+    def extrapolated(self, shallow: Timing, depth: int) -> Timing:
+        """Extrapolate linearly from `shallow` and this timing to `depth`.
 
         The time grows linearly because attention reads every token of the context.
         """
-        further = (depth - self.depth) / (self.depth - near.depth)
-        wanted_grew = max(0.0, self.wanted_s - near.wanted_s)
-        f16_grew = max(0.0, self.f16_s - near.f16_s)
+        further = (depth - self.depth) / (self.depth - shallow.depth)
+        wanted_grew = max(0.0, self.wanted_s - shallow.wanted_s)
+        f16_grew = max(0.0, self.f16_s - shallow.f16_s)
         wanted_s = self.wanted_s + further * wanted_grew
         f16_s = self.f16_s + further * f16_grew
         return Timing(wanted_s, f16_s, depth)
@@ -90,46 +90,46 @@ def choose(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[
     wanted: Pair = (spec.kv_type_k, spec.kv_type_v)
     if all(kind in _PLAIN for kind in wanted):
         return spec, ""
-    why = ""
+    reason_of_change = ""
     # After a mixed pair, try K's type for both, then K's type with f16 V. A quantised V needs flash
     # attention, or llama.cpp rejects it.
     k = spec.kv_type_k
     pairs: list[Pair] = [wanted, (k, k), (k, "f16"), _F16]
     for pair in [*dict.fromkeys(pairs)][:-1]:
         try:
-            timing = confirmed(measure or measure_pair, model, spec, pair)
+            timing = timing_of(measure or measure_pair, model, spec, pair)
         except BackendFailure as e:
             reason = str(e)
         else:
             if not timing.slow:
-                return _chosen(spec, wanted, pair, why)
+                return _chosen(spec, wanted, pair, reason_of_change)
             reason = (
                 f"with {timing.depth:,} tokens of context this type decodes at "
                 f"{1 / timing.wanted_s:.0f} tok/s on this machine, f16 at "
                 f"{1 / timing.f16_s:.0f}: this device has no fast kernel for it"
             )
-        why = why or reason
+        reason_of_change = reason_of_change or reason
     if not room_for_f16(model, spec):
         return spec, (
-            f"KV type {_name(wanted)} is slow on this machine ({why}), but it stays in use "
-            "because an f16 cache does not fit in memory"
+            f"KV type {_name(wanted)} is slow on this machine ({reason_of_change}), but it "
+            "stays in use because an f16 cache does not fit in memory"
         )
-    return _chosen(spec, wanted, _F16, why)
+    return _chosen(spec, wanted, _F16, reason_of_change)
 
 
-def confirmed(measure: Measure, model: Any, spec: LoadSpec, pair: Pair) -> Timing:
-    """Return the first timing that is not slow, or the last of `_VERDICTS` slow ones."""
-    for _ in range(_VERDICTS):
+def timing_of(measure: Measure, model: Any, spec: LoadSpec, pair: Pair) -> Timing:
+    """Return the first timing that is not slow, or the last of `_MAX_TRIALS` slow ones."""
+    for _ in range(_MAX_TRIALS):
         timing = measure(model, spec, pair)
         if not timing.slow:
             break
     return timing
 
 
-def _chosen(spec: LoadSpec, wanted: Pair, pair: Pair, why: str) -> tuple[LoadSpec, str]:
+def _chosen(spec: LoadSpec, wanted: Pair, pair: Pair, reason: str) -> tuple[LoadSpec, str]:
     if pair == wanted:
         return spec, ""
-    note = f"KV type {_name(wanted)} was replaced by {_name(pair)}: {why}"
+    note = f"KV type {_name(wanted)} was replaced by {_name(pair)}: {reason}"
     return replace(spec, kv_type_k=pair[0], kv_type_v=pair[1]), note
 
 
@@ -148,24 +148,27 @@ def measure_pair(model: Any, spec: LoadSpec, pair: Pair) -> Timing:
     the context.
     """
     served = served_context(model, spec)
-    most = _PROMPT_TOKENS
+    max_prompt_tokens = _PROMPT_TOKENS
     if spec.n_gpu_layers != 0 and accelerators(spec.placement.cards):
-        most = max(_PROMPT_TOKENS, min(_DEEP_TOKENS, served // 4))
-    with _small(model, spec, pair, most) as wanted, _small(model, spec, _F16, most) as f16:
+        max_prompt_tokens = max(_PROMPT_TOKENS, min(_DEEP_TOKENS, served // 4))
+    with (
+        _small(model, spec, pair, max_prompt_tokens) as wanted,
+        _small(model, spec, _F16, max_prompt_tokens) as f16,
+    ):
         slowest_s = max(wanted.read(_PROMPT_TOKENS), f16.read(_PROMPT_TOKENS))
-        near, _ = _alternating(wanted, f16)
+        shallow, _ = _alternating(wanted, f16)
         affordable = int(_PROMPT_TOKENS * _PREFILL_S / slowest_s)
-        more = min(most, affordable) - wanted.depth
-        if near.slow or more < _PROMPT_TOKENS:
-            return near
+        more = min(max_prompt_tokens, affordable) - wanted.depth
+        if shallow.slow or more < _PROMPT_TOKENS:
+            return shallow
         wanted.read(more)
         f16.read(more)
         deep, usual_f16_s = _alternating(wanted, f16)
     # Differences within the token-to-token noise of f16 are not extrapolated.
     if deep.wanted_s <= usual_f16_s:
         return deep
-    depth = min(served // 2, _LEVER * deep.depth)
-    return deep.extrapolated(near, max(deep.depth, depth))
+    depth = min(served // 2, _MAX_EXTRAPOLATION * deep.depth)
+    return deep.extrapolated(shallow, max(deep.depth, depth))
 
 
 def _alternating(wanted: _Timed, f16: _Timed) -> tuple[Timing, float]:
@@ -182,11 +185,11 @@ def _alternating(wanted: _Timed, f16: _Timed) -> tuple[Timing, float]:
 
 
 @contextmanager
-def _small(model: Any, spec: LoadSpec, pair: Pair, most: int) -> Iterator[_Timed]:
-    """Create a context with space for `most` tokens of prompt and the tokens decoded at two
-    depths."""
-    n_ctx = most + 2 * _DECODE_TOKENS
-    n_batch = min(most, _PREFILL_BATCH)
+def _small(model: Any, spec: LoadSpec, pair: Pair, max_prompt_tokens: int) -> Iterator[_Timed]:
+    """Create a context with space for `max_prompt_tokens` tokens of prompt and the tokens decoded
+    at two depths."""
+    n_ctx = max_prompt_tokens + 2 * _DECODE_TOKENS
+    n_batch = min(max_prompt_tokens, _PREFILL_BATCH)
     with trial_context(model, spec, pair, n_ctx=n_ctx, n_batch=n_batch, n_outputs=1) as context:
         yield _Timed(model, context, n_batch)
 

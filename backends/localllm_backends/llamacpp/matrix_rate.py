@@ -96,19 +96,19 @@ class _Processor:
 
     def rates(self, weights: int) -> dict[str, Rates]:
         """Measure weights of that type, by their layout in memory."""
-        found: dict[str, Rates] = {}
+        rates_by_type: dict[str, Rates] = {}
         stored_experts = None
         stored = self._rates_in(self.stored, weights)
         if stored is not None:
-            found["stored"] = stored
+            rates_by_type["stored"] = stored
             # If a layout does not support experts, they are multiplied in the stored layout.
             stored_experts = stored["experts_flops_s"]
         for memory in self._repacking_types():
             laid_out = self._rates_in(memory, weights, stored_experts)
             if laid_out is not None:
-                found["laid_out"] = laid_out
+                rates_by_type["laid_out"] = laid_out
                 break
-        return found
+        return rates_by_type
 
     def _rates_in(
         self, memory: int, weights: int, usual_experts: float | None = None

@@ -365,7 +365,7 @@ class LlamaCppMediaBackend(LlamaCppBackend):
         ahead = self._projector.non_causal and isinstance(media.run.media, ImagePixels)
         self._llama.llama_set_causal_attn(self._context, not ahead)
         try:
-            rows = self._sweep(batch, chunks)
+            rows = self._run_step(batch, chunks)
         finally:
             self._llama.llama_set_causal_attn(self._context, True)
         if media.run.grid is not None:

@@ -171,7 +171,7 @@ class PausingPrefill(PrefillSlices):
         start = self._copied
         stop = min(self._prefix, self._copied + _PIECE_TOKENS)
         data = self._backend.export_range(self._sequence, start, stop)
-        *_, kv = kv_blocks.opened(data, kv_blocks.KV)
+        *_, kv = kv_blocks.parse_block(data, kv_blocks.KV)
         self.memory.append(_LINE, kv, start, stop, _SPARE, range(stop, stop + 1))
         self._copied = stop
 

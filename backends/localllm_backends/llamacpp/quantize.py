@@ -55,7 +55,7 @@ def quantize(order: QuantizeOrder, on_planned: Callable[[int], None]) -> None:
         max_buf_size=_SLAB_BYTES,
     )
     facts: dict[str, str | int] = dict(order.facts)
-    kept: list[Any] = []
+    keep_alive: list[Any] = []
     if order.imatrix:
         missing = llama.missing("importance")
         if missing:
@@ -63,9 +63,9 @@ def quantize(order: QuantizeOrder, on_planned: Callable[[int], None]) -> None:
                 f"this llama.cpp can't use importance matrices: {missing}", "localllm setup"
             )
         matrix = read_imatrix(Path(order.imatrix))
-        params.imatrix = _imatrix_entries(llama, matrix, kept)
+        params.imatrix = _imatrix_entries(llama, matrix, keep_alive)
         facts |= _imatrix_facts(Path(order.imatrix), matrix)
-    params.kv_overrides = _overrides(llama, facts, kept)
+    params.kv_overrides = _overrides(llama, facts, keep_alive)
     on_planned(_planned_bytes(llama, order, params))
     _run(llama, order.source, order.target, params)
 
@@ -86,12 +86,14 @@ def _run(llama: Any, source: str, target: str, params: Any) -> None:
         os.fsencode(source), os.fsencode(target), ctypes.byref(params)
     )
     if code:
-        why = log.reason().removeprefix("failed to quantize: ")
-        raise LoadError(f"llama.cpp can't quantise {Path(source).name!r}: {why}", _what_to_do(why))
+        reason = log.reason().removeprefix("failed to quantize: ")
+        raise LoadError(
+            f"llama.cpp can't quantise {Path(source).name!r}: {reason}", _what_to_do(reason)
+        )
 
 
-def _what_to_do(why: str) -> str:
-    if "imatrix" in why or "importance matrix" in why:
+def _what_to_do(reason: str) -> str:
+    if "imatrix" in reason or "importance matrix" in reason:
         return (
             "give the importance matrix of this very model with --imatrix, or choose a larger quant"
         )
@@ -115,8 +117,8 @@ def _planned_bytes(llama: Any, order: QuantizeOrder, params: Any) -> int:
 # --- the parameters' lists ------------------------------------------------------------------------
 
 
-def _imatrix_entries(llama: Any, matrix: ImportanceMatrix, kept: list[Any]) -> Any:
-    """Return llama_model_imatrix_data with an empty entry at the end. `kept` keeps the data
+def _imatrix_entries(llama: Any, matrix: ImportanceMatrix, keep_alive: list[Any]) -> Any:
+    """Return llama_model_imatrix_data with an empty entry at the end. `keep_alive` keeps the data
     alive."""
     entry = llama.llama_model_imatrix_data
     entries = (entry * (len(matrix.values) + 1))()
@@ -124,7 +126,7 @@ def _imatrix_entries(llama: Any, matrix: ImportanceMatrix, kept: list[Any]) -> A
         place.name = os.fsencode(name)
         place.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         place.size = len(values)
-    kept += [matrix, entries]
+    keep_alive += [matrix, entries]
     return entries
 
 
@@ -141,7 +143,7 @@ def _imatrix_facts(path: Path, matrix: ImportanceMatrix) -> dict[str, str | int]
     return facts
 
 
-def _overrides(llama: Any, facts: Mapping[str, str | int], kept: list[Any]) -> Any:
+def _overrides(llama: Any, facts: Mapping[str, str | int], keep_alive: list[Any]) -> Any:
     """Return llama_model_kv_override that add `facts` to the result's keys, with an empty entry at
     the end."""
     override = llama.llama_model_kv_override
@@ -154,10 +156,10 @@ def _overrides(llama: Any, facts: Mapping[str, str | int], kept: list[Any]) -> A
         else:
             place.tag = llama.LLAMA_KV_OVERRIDE_TYPE_STR
             place.val_str = _cut(value, override.val_str.size - 1)
-    kept.append(entries)
+    keep_alive.append(entries)
     return entries
 
 
-def _cut(text: str, most_bytes: int) -> bytes:
+def _cut(text: str, max_bytes: int) -> bytes:
     """Return the UTF-8 of `text`, cut between two characters."""
-    return text.encode()[:most_bytes].decode("utf-8", "ignore").encode()
+    return text.encode()[:max_bytes].decode("utf-8", "ignore").encode()

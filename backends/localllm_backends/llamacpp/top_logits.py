@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.candidates import Rows, TopKChooser, TopRows, may_decide, unlimited
+from localllm_backends.candidates import Rows, TopKChooser, TopRows, may_decide, needs_all_weights
 from localllm_backends.values import Chunk, SequenceId
 
 TOP_K = 256
@@ -126,8 +126,8 @@ class TopLogits:
         self._steps += 1
         outputs = [c for c in chunks if c.outputs]
         weigh_all = self._sortable(outputs)
-        fewest = _MIN_STREAMS_ON if self._chains else _MIN_STREAMS
-        if not self.enabled or not (any(weigh_all.values()) or len(weigh_all) >= fewest):
+        min_streams = _MIN_STREAMS_ON if self._chains else _MIN_STREAMS
+        if not self.enabled or not (any(weigh_all.values()) or len(weigh_all) >= min_streams):
             weigh_all = {}
         self._rebind(weigh_all, {c.sequence for c in outputs})
         bound = weigh_all.keys() & self._chains.keys()
@@ -144,7 +144,9 @@ class TopLogits:
                 self._full_row_at[chunk.sequence] = self._steps
             full_row_at = self._full_row_at.get(chunk.sequence, -_PATIENCE)
             if self._steps - full_row_at >= _PATIENCE:
-                weigh_all[chunk.sequence] = chunk.sample is not None and unlimited(chunk.sample)
+                weigh_all[chunk.sequence] = chunk.sample is not None and needs_all_weights(
+                    chunk.sample
+                )
         return weigh_all
 
     def _rebind(self, weigh_all: dict[SequenceId, bool], stepped: set[SequenceId]) -> None:

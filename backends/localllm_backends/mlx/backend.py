@@ -107,7 +107,7 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         if loaded.n_shares == 1:
             layout.shares = can_split(loaded.adapters.model, layout)
         mx.set_cache_limit(memory.CACHE_HIGH_BYTES)
-        memory.wire(wanted=spec.wired)
+        memory.wire(enabled=spec.wired)
         self.capabilities = _capabilities(loaded, self._n_rewind)
         self.info = _model_info(loaded, self)
         identity = f"{self.info.fingerprint} {shapes.kv_type}"
@@ -248,9 +248,9 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
     def step(self, chunks: Sequence[Chunk]) -> MlxStepResult:
         """Run one step in one graph: the decoding sequences as a batch, each prefill chunk
         separately."""
-        return self._sweep(chunks, self._checked(chunks))
+        return self._run_step(chunks, self._checked(chunks))
 
-    def _sweep(self, chunks: Sequence[Chunk], seqs: list[SequenceCache]) -> MlxStepResult:
+    def _run_step(self, chunks: Sequence[Chunk], seqs: list[SequenceCache]) -> MlxStepResult:
         """Run a step that was checked."""
         try:
             result = self.stepper.run(chunks, seqs)
@@ -318,8 +318,8 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         if self._heads is None:
             self._exports.import_range(seq, data, start, stop)
             return
-        own, heads = split_blocks(data, 2)
-        self._exports.import_range(seq, own, start, stop)
+        model_data, heads = split_blocks(data, 2)
+        self._exports.import_range(seq, model_data, start, stop)
         self._heads.import_range(sequence, heads, start, stop)
 
     def state_bytes(self, sequence: SequenceId) -> int:
@@ -389,9 +389,9 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
                 continue
             moved = seq.batch.offsets[seq.row] - seq.computed
             if ahead is not None and seq in ahead.seqs:
-                assert moved in (0, 1), "a line moved"
+                assert moved in (0, 1), "a sequence with an early step is at a wrong position"
             else:
-                assert moved == 0, "a line moved"
+                assert moved == 0, "a sequence is at a wrong position"
 
     @owner_only
     def compare_kv(
@@ -411,13 +411,13 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         mx.clear_cache()
 
 
-def _n_rewind(asked: int, heads: DraftModule | None) -> int:
+def _n_rewind(n_requested: int, heads: DraftModule | None) -> int:
     """Return how many tokens recurrent state can take back. The memory is that of one state."""
     if heads is None:
-        return asked
+        return n_requested
     if heads.free_rewind:
-        return max(asked, heads.longest)
-    return asked or _DRAFT_REWIND
+        return max(n_requested, heads.longest)
+    return n_requested or _DRAFT_REWIND
 
 
 def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
@@ -453,13 +453,13 @@ def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
     )
 
 
-def _model_info(loaded: Loaded, words: MlxVocabulary) -> ModelInfo:
+def _model_info(loaded: Loaded, vocabulary: MlxVocabulary) -> ModelInfo:
     spec = loaded.spec
     n_batch = loaded.n_batch
-    mark = fingerprint(loaded.folder)
+    identity = fingerprint(loaded.folder)
     if loaded.heads is not None:
         # KV that was stored with draft heads can't be used without them.
-        mark += f"-{loaded.heads.mark}"
+        identity += f"-{loaded.heads.mark}"
     kv_type = loaded.shapes.kv_type
     kv_layout = KV_LAYOUT
     if loaded.n_shares > 1:
@@ -468,21 +468,21 @@ def _model_info(loaded: Loaded, words: MlxVocabulary) -> ModelInfo:
     kv_meaning = f"mlx {version('mlx')}; mlx-lm {version('mlx-lm')}; {kv_layout}"
     notes = tuple(note for note in (loaded.unavailable_heads, loaded.kv_note) if note)
     of_vocabulary: dict[str, Any] = {
-        "eog_tokens": words.eog_tokens,
-        "bos_token": words.bos_token,
-        "eos_token": words.eos_token,
-        "adds_bos": words.adds_bos,
-        "bos_text": words.text(words.bos_token),
-        "eos_text": words.text(words.eos_token),
-        "chat_template": words.chat_template,
-        "fim_tokens": words.fim_tokens,
-        "control_texts": words.control_texts,
+        "eog_tokens": vocabulary.eog_tokens,
+        "bos_token": vocabulary.bos_token,
+        "eos_token": vocabulary.eos_token,
+        "adds_bos": vocabulary.adds_bos,
+        "bos_text": vocabulary.text(vocabulary.bos_token),
+        "eos_text": vocabulary.text(vocabulary.eos_token),
+        "chat_template": vocabulary.chat_template,
+        "fim_tokens": vocabulary.fim_tokens,
+        "control_texts": vocabulary.control_texts,
     }
     info = ModelInfo(
         architecture=str(loaded.config.get("model_type", "")),
         description=loaded.folder.name,
-        fingerprint=mark,
-        n_vocab=words.n_vocab,
+        fingerprint=identity,
+        n_vocab=vocabulary.n_vocab,
         n_ctx=loaded.n_ctx,
         n_ctx_train=loaded.n_ctx_train,
         n_seq_max=max(1, spec.n_seq_max),

@@ -60,7 +60,7 @@ def usable_now() -> int:
     )
 
 
-def require(needed_bytes: int, what: str) -> None:
+def require(needed_bytes: int, purpose: str) -> None:
     """Raise OutOfMemoryError with both figures unless `needed_bytes` can be allocated.
 
     Clears MLX's cache of freed memory if that is necessary.
@@ -71,17 +71,18 @@ def require(needed_bytes: int, what: str) -> None:
     usable = usable_now()
     if needed_bytes > usable:
         raise OutOfMemoryError(
-            f"{what} needs {needed_bytes / 1e9:.2f} GB, and {usable / 1e9:.2f} GB are available now"
+            f"{purpose} needs {needed_bytes / 1e9:.2f} GB, but "
+            f"{usable / 1e9:.2f} GB are available now"
         )
 
 
-def wire(*, wanted: bool) -> None:
+def wire(*, enabled: bool) -> None:
     """Wire the loaded model in GPU memory, so that macOS neither compresses nor moves it.
 
     The limit never exceeds Metal's recommendation and lasts as long as the process. A model that is
     small compared with the machine's memory is not wired.
     """
-    if not wanted or mx.default_device() == mx.Device(mx.cpu):
+    if not enabled or mx.default_device() == mx.Device(mx.cpu):
         return
     device = mx.device_info()
     active_bytes = mx.get_active_memory()
@@ -100,5 +101,5 @@ def out_of_memory(error: Exception) -> bool:
 
     Such errors have std::bad_alloc, [malloc] or [metal::malloc] messages.
     """
-    said = str(error).lower()
-    return isinstance(error, MemoryError) or "alloc" in said or "insufficient memory" in said
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "alloc" in text or "insufficient memory" in text

@@ -84,9 +84,9 @@ class _Stages:
 
 
 def sample(rows: Any, specs: Sequence[SampleSpec], drawn: Any = None) -> DeviceTokens:
-    """Start sampling one token from each of `rows` (logits [len(asked), n_vocab]).
+    """Start sampling one token from each of `rows` (logits [len(specs), n_vocab]).
 
-    Runs on the current default stream. `drawn` [len(asked)] are newer tokens, not yet known to the
+    Runs on the current default stream. `drawn` [len(specs)] are newer tokens, not yet known to the
     host, that the specs do not include.
     """
     n_vocab = int(rows.shape[-1])

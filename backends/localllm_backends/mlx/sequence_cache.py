@@ -249,7 +249,7 @@ class SequenceBatch:
     def own_leaves(self) -> list[Attention]:
         """The leaves that keep every token, which can be in segments."""
         pairs = zip(self.layout.leaves, self.leaves, strict=True)
-        return [held for leaf, held in pairs if leaf.keeps_tokens]
+        return [cache_leaf for leaf, cache_leaf in pairs if leaf.keeps_tokens]
 
     def use_chain(self, *chains: Chain) -> None:
         """Set the chain of each row. The buffers start after it."""
@@ -283,8 +283,8 @@ class SequenceBatch:
     # --- members ----------------------------------------------------------------------------------
 
     def contains_exactly(self, seqs: Sequence[SequenceCache]) -> bool:
-        here = [seq for seq in self.seqs if seq.batch is self]
-        return len(here) == len(self.seqs) == len(seqs) and set(here) == set(seqs)
+        members = [seq for seq in self.seqs if seq.batch is self]
+        return len(members) == len(self.seqs) == len(seqs) and set(members) == set(seqs)
 
     def gather(
         self, seqs: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]
@@ -352,23 +352,23 @@ class SequenceBatch:
         self,
         sources: Sequence[tuple[SequenceBatch, int]],
         chains: Sequence[Chain],
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> None:
-        """Fill the leaves from rows of other batches, with at most `most` tokens in leaves that
-        keep every token.
+        """Fill the leaves from rows of other batches, with at most `max_tokens` tokens in leaves
+        that keep every token.
 
         Each row gets the tokens of its segments in `chains` first. Several small layers are copied at a time,
         so that few bytes are held twice.
         """
         copied: list[Any] = []
         for n, leaf in enumerate(self.leaves):
-            held = [(batch.leaves[n], row) for batch, row in sources]
+            source_leaves = [(batch.leaves[n], row) for batch, row in sources]
             if isinstance(leaf, ArraysCache):
-                leaf.cache = _joined([_row_of(theirs.cache, row) for theirs, row in held])
+                leaf.cache = _joined([_row_of(theirs.cache, row) for theirs, row in source_leaves])
             else:
-                rows = [theirs.row(row) for theirs, row in held]
+                rows = [theirs.row(row) for theirs, row in source_leaves]
                 if self.layout.leaves[n].keeps_tokens:
-                    rows = _ends_and_segments(rows, n, most, chains)
+                    rows = _ends_and_segments(rows, n, max_tokens, chains)
                 leaf.fill(rows)
                 for batch, _ in sources:
                     # Free memory that moved here.
@@ -381,35 +381,35 @@ class SequenceBatch:
         mx.async_eval(copied)
 
     def copy_of(
-        self, seq: SequenceCache, owner: SequenceCache, most: int | None = None
+        self, seq: SequenceCache, owner: SequenceCache, max_tokens: int | None = None
     ) -> SequenceBatch:
         """Return a batch for `owner` with only the row of `seq`.
 
-        Buffers are shared if they contain no other rows. With `most`, at most this many tokens
-        outside of segments are copied instead.
+        Buffers are shared if they contain no other rows. With `max_tokens`, at most this many
+        tokens outside of segments are copied instead.
         """
-        own = SequenceBatch(self.layout, [owner])
-        own._copy_positions([(self, seq.row)])
-        own.use_chain(self.chains[seq.row])
+        copy = SequenceBatch(self.layout, [owner])
+        copy._copy_positions([(self, seq.row)])
+        copy.use_chain(self.chains[seq.row])
         if len(self.seqs) > 1:
-            own._collect([(self, seq.row)], [()], most)
+            copy._collect([(self, seq.row)], [()], max_tokens)
             # Until it is computed, a copy keeps the batch's buffers alive, and the next step could
             # not reuse them.
-            mx.eval(arrays_of(own.leaves))
-            return own
-        own.buffers = self.buffers
-        own.restore(self.snapshot())
-        for mine, theirs in zip(self.leaves, own.leaves, strict=True):
-            if isinstance(mine, Attention):
-                theirs.share(mine)
-        if most is not None:
-            own.empty()
-            for mine, theirs in zip(self.own_leaves, own.own_leaves, strict=True):
-                if most:
-                    theirs.fill([[plane[:, :, :most] for plane in mine.planes]])
+            mx.eval(arrays_of(copy.leaves))
+            return copy
+        copy.buffers = self.buffers
+        copy.restore(self.snapshot())
+        for source_leaf, copy_leaf in zip(self.leaves, copy.leaves, strict=True):
+            if isinstance(source_leaf, Attention):
+                copy_leaf.share(source_leaf)
+        if max_tokens is not None:
+            copy.empty()
+            for source_leaf, copy_leaf in zip(self.own_leaves, copy.own_leaves, strict=True):
+                if max_tokens:
+                    copy_leaf.fill([[plane[:, :, :max_tokens] for plane in source_leaf.planes]])
             # Until it is computed, the copy keeps the source's buffers from being written in place.
-            mx.eval(arrays_of(own.own_leaves))
-        return own
+            mx.eval(arrays_of(copy.own_leaves))
+        return copy
 
     def free(self) -> None:
         """Call this when a sequence has left. The last one frees the buffers."""
@@ -473,11 +473,12 @@ def _joined(states: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def _ends_and_segments(
-    rows: Sequence[list[Any]], leaf: int, most: int | None, chains: Sequence[Chain]
+    rows: Sequence[list[Any]], leaf: int, max_slots: int | None, chains: Sequence[Chain]
 ) -> list[list[Any]]:
-    """Return at most the first `most` slots of each row, after the tokens of its chain, if any."""
-    whole = []
+    """Return at most the first `max_slots` slots of each row, after the tokens of its chain, if
+    any."""
+    rows_with_segments = []
     for row, chain in zip(rows, chains, strict=True):
-        own = [plane[:, :, :most] for plane in row]
-        whole.append(end_to_end([*(part.of_leaf(leaf) for part in chain), own]))
-    return whole
+        own_slots = [plane[:, :, :max_slots] for plane in row]
+        rows_with_segments.append(end_to_end([*(part.of_leaf(leaf) for part in chain), own_slots]))
+    return rows_with_segments

@@ -88,10 +88,10 @@ class TensorParallelBackend(MlxBackend):
         self._broadcast(operation, *arguments)
         return done
 
-    def _sweep(self, chunks: Sequence[Chunk], seqs: list[SequenceCache]) -> MlxStepResult:
+    def _run_step(self, chunks: Sequence[Chunk], seqs: list[SequenceCache]) -> MlxStepResult:
         self._broadcast("step", *([c.sequence, list(c.tokens), c.outputs] for c in chunks))
         try:
-            return super()._sweep(chunks, seqs)
+            return super()._run_step(chunks, seqs)
         except BackendFailure:
             # The others have finished this step or hang in it, so their memory no longer matches.
             self._abort("one of the machines")
