@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from localllm.server.http.accounts import caller, used_lines
+from localllm.server.http.accounts import caller, usage_metrics
 from localllm.server.http.prometheus import labels, metric
 from localllm.server.serving import Server
 
@@ -38,7 +38,7 @@ async def render_metrics(server: Server, power: Mapping[str, float]) -> str:
 
     `power`: the machine's power figures by name. Names that end in _total are counters."""
     if not caller().admin:
-        return "\n".join(used_lines(server.accounts.visible_to(caller()))) + "\n"
+        return "\n".join(usage_metrics(server.accounts.visible_to(caller()))) + "\n"
     snapshots = {worker.name: await worker.snapshot() for worker in server.models.workers()}
     loaded = [(labels(model=name), int(bool(snapshot))) for name, snapshot in snapshots.items()]
     lines = metric("localllm_http_requests_total", "counter", [("", server.requests)])
@@ -46,7 +46,7 @@ async def render_metrics(server: Server, power: Mapping[str, float]) -> str:
     lines += metric("localllm_model_loaded", "gauge", loaded)
     lines += _llamacpp(server, snapshots)
     lines += _counted(snapshots)
-    lines += used_lines(server.accounts.visible_to(caller()))
+    lines += usage_metrics(server.accounts.visible_to(caller()))
     for name, value in power.items():
         kind = "counter" if name.endswith("_total") else "gauge"
         lines += metric(name, kind, [("", f"{value:.3f}")])
@@ -69,7 +69,7 @@ def _llamacpp(server: Server, snapshots: Snapshots) -> list[str]:
         ("tokens_predicted_total", "counter", "Tokens generated", sums.predicted_tokens),
         ("tokens_predicted_seconds_total", "counter", "Seconds of decode", sums.predicted_s),
         ("n_decode_total", "counter", "Steps of all engines", steps + sums.embeddings),
-        ("n_tokens_max", "counter", "Most tokens of a request", sums.most_tokens),
+        ("n_tokens_max", "counter", "Most tokens of a request", sums.longest_reply_tokens),
         ("spec_decode_num_draft_tokens_total", "counter", "Tokens drafted", sums.draft_tokens),
         ("spec_decode_num_drafts_total", "counter", "Drafts verified", drafts),
         (

@@ -29,7 +29,7 @@ from localllm.server.generation.chat import (
     chat_job,
     count_tokens,
 )
-from localllm.server.generation.generate import begun_prompt, run
+from localllm.server.generation.generate import prompt_with_prefix, run
 from localllm.server.generation.image_fetching import ImageFetcher
 from localllm.server.generation.job import (
     GenerationJob,
@@ -41,7 +41,7 @@ from localllm.server.generation.job import (
 )
 from localllm.server.generation.length_check import check_fits, check_texts_fit
 from localllm.server.generation.pdf_reading import PdfReader
-from localllm.server.generation.sound_reading import Hearing, SoundReader
+from localllm.server.generation.sound_reading import AudioSupport, SoundReader
 from localllm.server.generation.summarising import Summarising, answer_to_summary
 from localllm.server.http.accounts import Accounts, PerCaller, caller, salt_of
 from localllm.server.http.asgi import (
@@ -120,7 +120,7 @@ class ReplyTotals:
     predicted_s: float = 0.0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    most_tokens: int = 0
+    longest_reply_tokens: int = 0
     embeddings: int = 0
 
     def add(self, usage: ReplyUsage, timings: Timings) -> None:
@@ -132,7 +132,7 @@ class ReplyTotals:
         self.draft_tokens += usage.accepted_draft_tokens + usage.rejected_draft_tokens
         self.accepted_tokens += usage.accepted_draft_tokens
         tokens = usage.prompt_tokens + usage.completion_tokens
-        self.most_tokens = max(self.most_tokens, tokens)
+        self.longest_reply_tokens = max(self.longest_reply_tokens, tokens)
 
     def add_embedding(self, n_tokens: int) -> None:
         self.prompt_tokens += n_tokens
@@ -210,14 +210,14 @@ class Server:
 
         if kept is None:
             return response(produce)
-        key, asked = kept
-        stream = self.kept.make((key, translated.stream_id), asked, produce)
+        key, digest = kept
+        stream = self.kept.make((key, translated.stream_id), digest, produce)
 
-        def joined(after: int) -> StreamResponse:
+        def response_after(after: int) -> StreamResponse:
             return response(partial(stream.follow, after=after))
 
-        stream.answer = joined
-        return joined(-1)
+        stream.answer = response_after
+        return response_after(-1)
 
     async def complete(
         self, request: Request, model: ServedModel, translated: TranslatedRequest
@@ -249,7 +249,7 @@ class Server:
         if isinstance(task, ChatRequest):
             if engine.info.vision:
                 task = replace(task, messages=await self.images.fetched(task.messages))
-            task = await self.sounds.read(task, self.hearing(model, engine))
+            task = await self.sounds.read(task, self.audio_support(model, engine))
             task = await self.pdfs.read(task, vision=engine.info.vision)
             grammar, words = await _enforceable(task.options.grammar)
             loose = tuple(f"{task.options.grammar_field}.{word}" for word in words)
@@ -269,13 +269,13 @@ class Server:
             return replace(job, ignored=(*job.ignored, *loose))
         return job
 
-    def hearing(self, model: ServedModel, engine: EngineClient) -> Hearing:
+    def audio_support(self, model: ServedModel, engine: EngineClient) -> AudioSupport:
         """Return whether a loaded model supports audio, and which other ones do."""
         rate_hz = engine.info.audio_rate_hz
         if rate_hz:
-            return Hearing(model.name, rate_hz)
+            return AudioSupport(model.name, rate_hz)
         others = [m.name for m in self.models.list() if m.supports_audio]
-        return Hearing(model.name, 0, others)
+        return AudioSupport(model.name, 0, others)
 
     async def prompt(
         self, translated: TranslatedRequest, model: ServedModel
@@ -286,8 +286,8 @@ class Server:
             engine = await model.engine()
             job = await self.job(translated.task, model, engine)
             assert isinstance(job.prompt, str)
-            begun = begun_prompt(job.prompt, job.answer)
-            n_tokens = await count_tokens(engine, begun, job.media, add_bos=job.add_bos)
+            prompt_text = prompt_with_prefix(job.prompt, job.answer)
+            n_tokens = await count_tokens(engine, prompt_text, job.media, add_bos=job.add_bos)
             return job, n_tokens, [*translated.ignored, *job.ignored]
 
     @contextmanager
@@ -368,11 +368,11 @@ class Server:
                 writer.end(reply)
                 return job, reply
             reply = await self._run(model, engine, job, writer, progress)
-            if job.asked is not None:
+            if job.question is not None:
                 cache = self.reasoning.current()
                 for choice in reply.choices:
                     calls = [(call.name, call.arguments) for call in choice.started_calls]
-                    cache.remember(job.asked, choice.text, calls, choice.reasoning)
+                    cache.remember(job.question, choice.text, calls, choice.reasoning)
                     if job.hides_reasoning:
                         choice.thoughts.clear()
             return job, reply

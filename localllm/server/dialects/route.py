@@ -178,7 +178,7 @@ async def _answer(server: Server, route: Route[Any], request: Request) -> Respon
 def _resumed(stream: KeptStream, digest: bytes, request: Request) -> Response:
     """Return the rest of a kept stream. Raises RequestError if it belongs to a different
     request."""
-    if stream.asked != digest:
+    if stream.digest != digest:
         raise RequestError(
             "this Idempotency-Key belongs to another request", param="Idempotency-Key"
         )

@@ -206,7 +206,7 @@ class ThinkingFields(RequestBody):
             parse_special=bool(self.parse_special),
             loop_guard=self._guarded_calls(),
             hides_reasoning=bool(hides),
-            of_reasoning=(*hides, *summarised),
+            reasoning_fields=(*hides, *summarised),
             effort_fields=tuple(self.effort_fields()),
             budget_fields=tuple(self.budget_fields()),
             grammar_field=self.constraint_field(),

@@ -113,52 +113,54 @@ async def fit_to_context(
     Raises ContextLengthError with the counts.
     """
     n_ctx = counts.engine.info.n_ctx
-    most = n_ctx // _ANSWER_SHARE
-    budget = n_ctx - max(1, most if max_tokens is None else min(max_tokens, most))
+    max_answer_tokens = n_ctx // _ANSWER_SHARE
+    budget = n_ctx - max(
+        1, max_answer_tokens if max_tokens is None else min(max_tokens, max_answer_tokens)
+    )
     prompt = await render(messages)
     if len(prompt.text.encode()) < budget:  # a token has at least one byte
         return prompt, ""
-    whole = await counts.of_prompt(prompt.text)
-    if whole <= budget:
+    total_tokens = await counts.of_prompt(prompt.text)
+    if total_tokens <= budget:
         return prompt, ""
     head = list(takewhile(_is_system, messages))
-    least = await render([*head, {"role": "user", "content": _PROBE}])
-    fixed = await counts.of_prompt(least.text)
+    minimal = await render([*head, {"role": "user", "content": _PROBE}])
+    fixed_tokens = await counts.of_prompt(minimal.text)
     costs = await _costs(counts, template, messages)
-    room = max(0, budget - fixed)
-    tighter = [fixed + int(room * _TIGHTER**attempt) for attempt in range(_TRIES - 1)]
-    for budget_tokens in (*tighter, 0):
-        kept = compact(messages, costs, fixed_tokens=fixed, budget_tokens=budget_tokens)
-        prompt = await render(kept.messages)
-        size = await counts.of_prompt(prompt.text)
-        if size <= budget or kept.exhausted:
+    room = max(0, budget - fixed_tokens)
+    budgets = [fixed_tokens + int(room * _TIGHTER**attempt) for attempt in range(_TRIES - 1)]
+    for budget_tokens in (*budgets, 0):
+        compacted = compact(messages, costs, fixed_tokens=fixed_tokens, budget_tokens=budget_tokens)
+        prompt = await render(compacted.messages)
+        n_tokens = await counts.of_prompt(prompt.text)
+        if n_tokens <= budget or compacted.exhausted:
             break
-    if size >= n_ctx:
+    if n_tokens >= n_ctx:
         raise ContextLengthError(
-            f"the conversation has {whole} tokens, and {size} without the {len(kept.dropped)} "
-            f"messages that may be omitted; the served context is {n_ctx}",
+            f"the conversation has {total_tokens} tokens, and {n_tokens} without the "
+            f"{len(compacted.dropped)} messages that may be omitted; the served context is {n_ctx}",
             hint="shorten the system prompt, the tools or the newest turn, "
             "or serve with a larger --context",
             param="messages",
-            counts=(size, n_ctx),
+            counts=(n_tokens, n_ctx),
         )
-    if not kept.dropped:
+    if not compacted.dropped:
         return prompt, ""
-    return prompt, f"{len(kept.dropped)} messages, {whole - size} tokens"
+    return prompt, f"{len(compacted.dropped)} messages, {total_tokens - n_tokens} tokens"
 
 
 async def _costs(
     counts: TokenCounts, template: ChatTemplate, messages: Messages
 ) -> list[MessageCost]:
     frame = await _frame_tokens(counts, template)
-    stays = await asyncio.to_thread(_keeps_reasoning, template)
+    keeps_reasoning = await asyncio.to_thread(_keeps_reasoning, template)
 
     async def cost(message: Mapping[str, Any]) -> MessageCost:
         tokens = frame + await counts.of(message["content"])
         for call in message.get("tool_calls", ()):
             tokens += frame + await counts.of(json.dumps(call["function"], ensure_ascii=False))
         reasoning_tokens = await counts.of(message.get("reasoning_content") or "")
-        if stays:
+        if keeps_reasoning:
             return MessageCost(tokens + reasoning_tokens)
         return MessageCost(tokens, passing=reasoning_tokens)
 
@@ -170,15 +172,15 @@ async def _frame_tokens(counts: TokenCounts, template: ChatTemplate) -> int:
     question = {"role": "user", "content": _PROBE}
     answer = {"role": "assistant", "content": _PROBE}
     try:
-        one, two = [
+        short, long = [
             await asyncio.to_thread(template.render, m)
             for m in ([question], [question, answer, question])
         ]
     except TemplateError:
         return _FRAME_TOKENS
-    more = await counts.of(two) - await counts.of(one)
+    added_tokens = await counts.of(long) - await counts.of(short)
     # Rounded up: if the count is too high, compaction only starts a little early.
-    return max(1, (more - 2 * await counts.of(_PROBE) + 1) // 2)
+    return max(1, (added_tokens - 2 * await counts.of(_PROBE) + 1) // 2)
 
 
 def _is_system(message: Mapping[str, Any]) -> bool:
@@ -266,9 +268,9 @@ async def chat_job(
         return (await render(remaining)).text
 
     shared = await shared_beginning(prompt.text, messages, render_text, kv_servers())
-    asked = None
+    question = None
     if prompt.answer.reply.think is not None:
-        asked = chat.messages[-1]["content"]
+        question = chat.messages[-1]["content"]
     images = {mark: file for mark, file in attached.files.items() if mark in prompt.text}
     job = GenerationJob(
         prompt=prompt.text,
@@ -281,7 +283,7 @@ async def chat_job(
         normalised=normalised,
         compacted=compacted,
         repeated=repeated,
-        asked=asked,
+        question=question,
         hides_reasoning=chat.options.hides_reasoning,
         shared=shared,
     )
@@ -333,7 +335,7 @@ def _reasoning(
         return replace(generation, thinking_tokens=None), (
             *ignored,
             *chat.options.budget_fields,
-            *chat.options.of_reasoning,
+            *chat.options.reasoning_fields,
         )
     if chat.options.effort != "none":
         return generation, ignored

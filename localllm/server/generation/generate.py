@@ -54,8 +54,8 @@ from localllm.server.generation.job import (
 )
 
 # Shown for a partial UTF-8 character that will not be completed.
-_BROKEN = "\ufffd"
-Made = TypeVar("Made")
+_REPLACEMENT_CHARACTER = "\ufffd"
+T = TypeVar("T")
 
 
 class VisibleTokens:
@@ -66,22 +66,22 @@ class VisibleTokens:
         # characters, and their tokens
         self._pending: deque[tuple[str, list[TokenLogprob]]] = deque()
         self._open = ""  # decoded characters after the text shown so far
-        self._halves: list[TokenLogprob] = []  # tokens that have not completed a character yet
+        self._incomplete: list[TokenLogprob] = []  # tokens that have not completed a character yet
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, tokens: Sequence[TokenLogprob]) -> None:
         for token in tokens:
-            self._halves.append(token)
+            self._incomplete.append(token)
             piece = self._decoder.decode(token.text.encode("utf-8", "surrogateescape"))
             if piece:
-                self._pending.append((piece, self._halves))
-                self._halves = []
+                self._pending.append((piece, self._incomplete))
+                self._incomplete = []
 
     def clear(self) -> None:
         """Drop all tokens, because their text is not part of the answer."""
         self._pending.clear()
         self._open = ""
-        self._halves = []
+        self._incomplete = []
         self._decoder.reset()
 
     def take(self, text: str) -> tuple[TokenLogprob, ...]:
@@ -89,18 +89,18 @@ class VisibleTokens:
         text is not shown."""
         text = text.removeprefix(self._open)
         self._open = ""
-        taken: list[TokenLogprob] = []
+        shown_tokens: list[TokenLogprob] = []
         while text and self._pending:
             piece, tokens = self._pending.popleft()
-            left = _unmatched(text, piece)
-            if left is not None:
-                text, self._open = left
-                taken += tokens
-        if text.startswith(_BROKEN):
-            taken += self._halves
-            self._halves = []
+            unmatched = _unmatched(text, piece)
+            if unmatched is not None:
+                text, self._open = unmatched
+                shown_tokens += tokens
+        if text.startswith(_REPLACEMENT_CHARACTER):
+            shown_tokens += self._incomplete
+            self._incomplete = []
             self._decoder.reset()
-        return tuple(taken)
+        return tuple(shown_tokens)
 
 
 def _unmatched(text: str, piece: str) -> tuple[str, str] | None:
@@ -118,7 +118,7 @@ def _unmatched(text: str, piece: str) -> tuple[str, str] | None:
 _AFTER_REASONING = "\n\n"
 
 
-async def all_of(works: Iterable[Coroutine[Any, Any, Made]]) -> list[Made]:
+async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of all `works`. If one fails, the others are cancelled and its exception is
     raised."""
     tasks = [asyncio.create_task(work) for work in works]
@@ -187,7 +187,7 @@ async def _choice(
     prompt = job.prompt
     prefix = ""
     if isinstance(prompt, str):
-        prompt = begun_prompt(prompt, answer)
+        prompt = prompt_with_prefix(prompt, answer)
         prefix = prompt[len(job.prompt) :]
     request = Request(
         secrets.token_hex(12),
@@ -210,7 +210,7 @@ async def _choice(
     return stream.finish(end)
 
 
-def begun_prompt(prompt: str, answer: AnswerPlan) -> str:
+def prompt_with_prefix(prompt: str, answer: AnswerPlan) -> str:
     """The prompt with the forced beginning of a call. If the prompt opens the reasoning, the call
     begins after the reasoning instead."""
     constraint = _constraint(answer)
@@ -245,7 +245,7 @@ def _constraint(answer: AnswerPlan) -> Constraint | None:
     if reasoning is not None and reply.thinking:
         lead = _AFTER_REASONING + answer.prefix
         return Constraint(answer.grammar, lead=lead, reasoning=reasoning)
-    return Constraint(answer.grammar, beginning=answer.begun)
+    return Constraint(answer.grammar, beginning=answer.beginning)
 
 
 def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | None:
@@ -287,11 +287,11 @@ def _hidden_spans(reply: ReplyFormat) -> tuple[HiddenSpan, ...]:
     return tuple(spans)
 
 
-def _is_half(arguments: str, cut: bool) -> bool:
+def _is_cut_off(arguments: str, was_stopped: bool) -> bool:
     """True if a call's arguments ended too early. Complete arguments may be invalid JSON, too."""
     if _is_json(arguments):
         return False
-    return cut or JsonEnd().feed(arguments) < 0
+    return was_stopped or JsonEnd().feed(arguments) < 0
 
 
 def _is_json(text: str) -> bool:
@@ -314,7 +314,7 @@ class _ChoiceStream:
         self._progress = progress
         reply = job.answer.reply
         self._parser = None if reply.plain else ReplyParser(reply)
-        self._reasoned = 0
+        self._reasoning_tokens = 0
         self._tokens = VisibleTokens()
         self._collected = CollectedChoice()
 
@@ -336,7 +336,7 @@ class _ChoiceStream:
             parser = self._parser
             if parser is not None:
                 if parser.thinking:
-                    self._reasoned += len(event.tokens)
+                    self._reasoning_tokens += len(event.tokens)
                 self._emit(parser.feed(event.text), event.logprobs)
             elif event.text or event.logprobs:
                 self._tokens.add(event.logprobs)
@@ -363,15 +363,15 @@ class _ChoiceStream:
         incomplete_call = False
         if self._parser is not None:
             # A client's stop string or a limit may cut off a call within its arguments.
-            cut = end.reason != "stop" or end.stop is not None
-            self._emit(self._parser.close(cut), ())
-            incomplete_call = bool(calls) and _is_half(calls[-1].arguments, cut)
+            was_stopped = end.reason != "stop" or end.stop is not None
+            self._emit(self._parser.close(was_stopped), ())
+            incomplete_call = bool(calls) and _is_cut_off(calls[-1].arguments, was_stopped)
         reason: Reason = "stop"
         if len(calls) > incomplete_call:
             reason = "tool_calls"
         if end.reason == "length" or end.reason == "repetition":
             reason = end.reason
-        usage = ReplyUsage(**asdict(end.usage), reasoning_tokens=self._reasoned)
+        usage = ReplyUsage(**asdict(end.usage), reasoning_tokens=self._reasoning_tokens)
         self._collected.outcome = Outcome(reason, usage, end.timings, end.stop, incomplete_call)
         return self._collected
 

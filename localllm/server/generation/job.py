@@ -29,7 +29,7 @@ class AnswerPlan:
     - `prefix`: a known beginning of the answer (a forced call). It is appended to the prompt and
       parsed as if the model had written it. If the prompt ends inside a reasoning block, `grammar`
       and `prefix` wait until that block is closed.
-    - `begun`: the client's beginning of the answer, which is already in the prompt. `grammar`
+    - `beginning`: the client's beginning of the answer, which is already in the prompt. `grammar`
       continues after it.
     - `calls`: the grammar of the text after the opening of a tool call, by that opening.
     - `control`: the markers are control tokens, which the engine must render.
@@ -42,7 +42,7 @@ class AnswerPlan:
     prefix: str = ""
     calls: Mapping[str, GrammarTrigger] = field(default_factory=dict)
     control: bool = False
-    begun: str = ""
+    beginning: str = ""
     marks: tuple[str, ...] = ()
 
 
@@ -86,7 +86,7 @@ class GenerationJob:
     - `applied`: the context edits that changed the conversation. `original_tokens`: the prompt's
       tokens before them, if the client sent edits.
     - `summary`: it replaced the conversation. `pauses`: the reply ends after it, without an answer.
-    - `asked`: the turn to answer, if its reasoning goes to the reasoning cache.
+    - `question`: the turn to answer, if its reasoning goes to the reasoning cache.
     - `hides_reasoning`: the reasoning goes only to that cache.
     - `reports_tokens`: the writer gets the ids of all tokens.
     - `shared`: the beginning of the prompt that other servers may have read.
@@ -106,7 +106,7 @@ class GenerationJob:
     original_tokens: int = 0
     summary: WrittenSummary | None = None
     pauses: bool = False
-    asked: str | None = None
+    question: str | None = None
     hides_reasoning: bool = False
     reports_tokens: bool = False
     media: dict[str, str] = field(default_factory=dict)

@@ -35,7 +35,7 @@ from localllm_backends.control_text import ControlTexts, without_marks
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 # Fields of a message that are not copied into the prompt.
 _NO_TEXT = ("role", "images", "sounds", "pdfs")
-_NEAREST = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
+_NEAREST_EFFORT = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 Tokenize = Callable[[str], Awaitable[list[int]]]
 # Shares of the context, after the answer's part is subtracted. The text before the cursor is more
 # informative than the text after it.
@@ -55,7 +55,7 @@ class ResponseOptions:
     - `parse_special`: control tokens spelled in messages and tools are parsed. Otherwise they are
       text.
     - `hides_reasoning`: the reasoning is left out of the answer.
-    - `of_reasoning`: fields without effect on a model without reasoning.
+    - `reasoning_fields`: fields without effect on a model without reasoning.
     - `effort_fields`, `budget_fields` and `grammar_field`: the client's fields that set the effort,
       the limit on the reasoning, and the constraint. They are named if they have no effect.
     """
@@ -71,7 +71,7 @@ class ResponseOptions:
     continues: bool = True
     parse_special: bool = False
     hides_reasoning: bool = False
-    of_reasoning: tuple[str, ...] = ()
+    reasoning_fields: tuple[str, ...] = ()
     effort_fields: tuple[str, ...] = ()
     budget_fields: tuple[str, ...] = ()
     grammar_field: str = "response_format"
@@ -110,7 +110,7 @@ async def build_prompt(
     """
     marker: int | None = None
     if options.offered and options.grammar is not None and tokenize is not None:
-        ids = await tokenize(_style(template).markers[0])
+        ids = await tokenize(_tool_format(template).markers[0])
         marker = ids[0] if len(ids) == 1 else None
     controls = None if options.parse_special else controls
     return await process_body(
@@ -118,7 +118,7 @@ async def build_prompt(
     )
 
 
-def _style(template: ChatTemplate) -> ToolFormat:
+def _tool_format(template: ChatTemplate) -> ToolFormat:
     """The template's tool-call format; the default format if the template ignores tools."""
     if template.knows_tools:
         return tool_formats.format_for(template.source)
@@ -133,7 +133,7 @@ def _build(
     controls: ControlTexts | None,
 ) -> Prompt:
     tools = options.offered
-    style = _style(template)
+    style = _tool_format(template)
     if tools and template.knows_tools and tool_formats.has_unknown_format(template.source):
         raise UnsupportedError(
             "this model's chat template uses a tool-call format that this server does not "
@@ -144,10 +144,10 @@ def _build(
     kwargs, ignored = _variables(template, options)
     continues = options.continues and unfinished(messages)
     shown = options.tools if options.shows_tools else tools
-    text, begun = _rendered(template, messages, shown, kwargs, controls, continues=continues)
+    text, answer_start = _rendered(template, messages, shown, kwargs, controls, continues=continues)
     think = tool_formats.reasoning_markers(template.source, style)
     if continues:
-        text, thinking = _continued(text, begun, think)
+        text, thinking = _continued(text, answer_start, think)
     else:
         thinking = think is not None and text.rstrip().endswith(think[0])
     reply = ReplyFormat(
@@ -166,7 +166,7 @@ def _build(
             replace(options, tools=enforced), tools, style, template.source, reply, marker_id
         )
     else:
-        answer = _without_tools(options, style, reply, without_marks(begun))
+        answer = _without_tools(options, style, reply, without_marks(answer_start))
     if template.is_default:
         answer = replace(answer, marks=DEFAULT_MARKS)
     return Prompt(text, answer, ignored)
@@ -214,17 +214,17 @@ def _marked(value: Any, controls: ControlTexts) -> Any:
     return value
 
 
-def _continued(text: str, begun: str, think: tuple[str, str] | None) -> tuple[str, bool]:
-    """The prompt that ends in `begun`, and whether it ends inside a reasoning block. If the
-    template opened a block before `begun`, the block is closed, because the text belongs to the
+def _continued(text: str, answer_start: str, think: tuple[str, str] | None) -> tuple[str, bool]:
+    """The prompt that ends in `beginning`, and whether it ends inside a reasoning block. If the
+    template opened a block before `beginning`, the block is closed, because the text belongs to the
     answer."""
     if think is None:
         return text, False
-    if think[0] in begun:
-        return text, begun.rfind(think[0]) > begun.rfind(think[1])
-    before = text.removesuffix(begun)
+    if think[0] in answer_start:
+        return text, answer_start.rfind(think[0]) > answer_start.rfind(think[1])
+    before = text.removesuffix(answer_start)
     if before.rstrip().endswith(think[0]):
-        return f"{before.rstrip()}\n\n{think[1]}\n\n{begun}", False
+        return f"{before.rstrip()}\n\n{think[1]}\n\n{answer_start}", False
     return text, False
 
 
@@ -243,7 +243,7 @@ def _variables(
     if options.effort is None:
         return kwargs, unknown
     if "reasoning_effort" in template.source:
-        kwargs.setdefault("reasoning_effort", _level(template.source, options.effort))
+        kwargs.setdefault("reasoning_effort", _effort_of_template(template.source, options.effort))
         if options.effort == "none" and "enable_thinking" in template.source:
             kwargs.setdefault("enable_thinking", False)
     elif "enable_thinking" in template.source:
@@ -255,28 +255,29 @@ def _variables(
 
 
 def _without_tools(
-    options: ResponseOptions, style: ToolFormat, reply: ReplyFormat, begun: str
+    options: ResponseOptions, style: ToolFormat, reply: ReplyFormat, answer_start: str
 ) -> AnswerPlan:
-    """The plan of an answer without tools, with the requested constraint, continuing `begun`."""
+    """The plan of an answer without tools, with the requested constraint, continuing
+    `beginning`."""
     grammar = options.grammar
     if reply.thinking:
-        begun = ""
-    elif reply.think is not None and reply.think[1] in begun:
-        begun = begun.rpartition(reply.think[1])[2].lstrip()
-    if grammar is not None and grammar[0] == "json_schema" and not begun:
+        answer_start = ""
+    elif reply.think is not None and reply.think[1] in answer_start:
+        answer_start = answer_start.rpartition(reply.think[1])[2].lstrip()
+    if grammar is not None and grammar[0] == "json_schema" and not answer_start:
         shaped = framed_answer(style, grammar[1])
         grammar = ("lark", shaped) if shaped is not None else grammar
     return AnswerPlan(
-        reply, grammar, control=style.control and style.think is not None, begun=begun
+        reply, grammar, control=style.control and style.think is not None, beginning=answer_start
     )
 
 
-def _level(source: str, effort: str) -> str:
+def _effort_of_template(source: str, effort: str) -> str:
     """`effort` as a level of the template: low, medium, high, or another one that it names."""
     named = f"'{effort}'" in source or f'"{effort}"' in source
     if named:
         return effort
-    return _NEAREST.get(effort, effort)
+    return _NEAREST_EFFORT.get(effort, effort)
 
 
 def _with_tools(
@@ -305,23 +306,23 @@ def _with_tools(
         parallel = False
     elif grammar is not None:
         kind, schema = grammar
-        both = None
+        combined = None
         if kind == "json_schema":
-            both = answer_or_call(style, source, tools, schema, marker_id)
-        if both is None:
+            combined = answer_or_call(style, source, tools, schema, marker_id)
+        if combined is None:
             raise UnsupportedError(
                 "tools with tool_choice auto can't be combined with this form of answer in the "
                 f"{style.name} "
                 "format: send tool_choice none or required",
                 param="response_format",
             )
-        grammar = ("lark", both)
+        grammar = ("lark", combined)
     else:
         calls = triggers_of(style, source, tools)
     # Even if the prompt shows the default format, a model may use the format it was trained on.
-    own = tool_formats.format_for(source)
+    trained_format = tool_formats.format_for(source)
     readers = {
-        **dict.fromkeys(own.markers, own.reader),
+        **dict.fromkeys(trained_format.markers, trained_format.reader),
         **dict.fromkeys(style.markers, style.reader),
     }
     reply = replace(
@@ -333,7 +334,7 @@ def _with_tools(
         calls_in_reasoning=style.calls_in_reasoning and grammar is None,
         quotable=not style.control,
     )
-    return AnswerPlan(reply, grammar, prefix, calls, style.control or own.control)
+    return AnswerPlan(reply, grammar, prefix, calls, style.control or trained_format.control)
 
 
 def wants_bos(info: ModelInfo, text: str) -> bool:
@@ -393,10 +394,10 @@ async def fim_prompt(
     window = engine.info.n_ctx - min(answer_tokens or 256, engine.info.n_ctx // 2)
     before = await engine.tokenize(prefix, special=False)
     after = await engine.tokenize(suffix, special=False)
-    begun = []
+    answer_start = []
     if middle:
-        begun = await engine.tokenize(middle, special=False)
-    budget_tokens = max(0, window - 8 - len(begun))
+        answer_start = await engine.tokenize(middle, special=False)
+    budget_tokens = max(0, window - 8 - len(answer_start))
     keep_after = min(
         len(after), max(int(budget_tokens * _SUFFIX_SHARE), budget_tokens - len(before))
     )
@@ -404,17 +405,17 @@ async def fim_prompt(
         len(before), max(int(budget_tokens * _PREFIX_SHARE), budget_tokens - keep_after)
     )
     keep_after = min(keep_after, budget_tokens - keep_before)
-    cut = [
+    parts = [
         fim["pre"],
         *before[len(before) - keep_before :],
         fim["suf"],
         *after[:keep_after],
         fim["mid"],
-        *begun,
+        *answer_start,
     ]
     context = await _files(engine, extra, budget_tokens - keep_before - keep_after)
     bos = engine.info.bos_token
-    return [*([bos] if engine.info.adds_bos and bos is not None else []), *context, *cut]
+    return [*([bos] if engine.info.adds_bos and bos is not None else []), *context, *parts]
 
 
 async def _files(

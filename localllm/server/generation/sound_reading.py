@@ -35,7 +35,7 @@ def _free_slots() -> asyncio.Semaphore:
 
 
 @dataclass(frozen=True, slots=True)
-class Hearing:
+class AudioSupport:
     """Whether a model hears.
 
     - `model`: its name.
@@ -48,7 +48,7 @@ class Hearing:
     others: Sequence[str] = ()
 
 
-def deaf_error(where: str, hearing: Hearing) -> UnsupportedError:
+def deaf_error(where: str, hearing: AudioSupport) -> UnsupportedError:
     """The error for a sound that the model can't hear."""
     hint = (
         "`localllm recommend --hears` lists models that do; a projector file must be in the "
@@ -68,7 +68,7 @@ class SoundReader:
     _cache: RecentlyUsed[tuple[bytes, int], Sound] = field(default_factory=_empty_cache)
     _slots: asyncio.Semaphore = field(default_factory=_free_slots)
 
-    async def read(self, chat: ChatRequest, hearing: Hearing) -> ChatRequest:
+    async def read(self, chat: ChatRequest, hearing: AudioSupport) -> ChatRequest:
         """`chat` with its sounds decoded.
 
         A sound that can't be read raises UnsupportedError or RequestError in the turn to be
@@ -98,7 +98,7 @@ class SoundReader:
             messages.append(plain)
         return replace(chat, messages=messages, omitted=(*chat.omitted, *omitted))
 
-    async def decoded(self, attached: AttachedSound, hearing: Hearing) -> AttachedSound:
+    async def decoded(self, attached: AttachedSound, hearing: AudioSupport) -> AttachedSound:
         """`attached` with its samples, or with a problem if it belongs to an earlier turn.
 
         Raises UnsupportedError or RequestError otherwise.

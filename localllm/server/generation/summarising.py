@@ -14,7 +14,7 @@ from localllm.conversation.summary import Summary, left_of, task, written
 from localllm.conversation.tools.prompt import Choice
 from localllm.engine.worker.client import EngineClient
 from localllm.server.generation.chat import ChatRequest, SummaryEdit, count_tokens
-from localllm.server.generation.generate import begun_prompt
+from localllm.server.generation.generate import prompt_with_prefix
 from localllm.server.generation.job import GenerationJob, Reply, WrittenSummary
 
 # The summary has at most this share of the context, and the user's messages in it as well.
@@ -63,20 +63,20 @@ class Summarising:
         results are left out, the oldest first, and then the oldest turns. Raises RequestError."""
         n_ctx = self.engine.info.n_ctx
         share = n_ctx // _SUMMARY_SHARE
-        asked = self._asked(share)
-        limit = n_ctx - (asked.generation.max_tokens or share)
-        job, size = await self._sized(asked)
-        keep = context_edits.tool_uses(asked.messages)
-        while size > limit and keep:
+        request = self._summary_request(share)
+        limit = n_ctx - (request.generation.max_tokens or share)
+        job, n_tokens = await self._job_and_length(request)
+        keep = context_edits.tool_uses(request.messages)
+        while n_tokens > limit and keep:
             keep //= 2
-            shorter, _ = context_edits.clear_tool_results(asked.messages, keep)
-            job, size = await self._sized(replace(asked, messages=shorter))
-        if size > limit:
-            shorter, _ = context_edits.clear_tool_results(asked.messages, 0)
-            job, _ = await self._sized(replace(asked, messages=shorter, compaction=True))
+            shorter, _ = context_edits.clear_tool_results(request.messages, keep)
+            job, n_tokens = await self._job_and_length(replace(request, messages=shorter))
+        if n_tokens > limit:
+            shorter, _ = context_edits.clear_tool_results(request.messages, 0)
+            job, _ = await self._job_and_length(replace(request, messages=shorter, compaction=True))
         return job
 
-    def _asked(self, share: int) -> ChatRequest:
+    def _summary_request(self, share: int) -> ChatRequest:
         """Return the request for a summary of at most `share` tokens."""
         chat = self.chat
         sent = chat.generation
@@ -89,26 +89,31 @@ class Summarising:
         messages = [*chat.messages, {"role": "user", "content": self.asks}]
         return replace(chat, messages=messages, options=options, generation=generation)
 
-    async def _sized(self, chat: ChatRequest) -> tuple[GenerationJob, int]:
+    async def _job_and_length(self, chat: ChatRequest) -> tuple[GenerationJob, int]:
         """Return the job of `chat`, and the number of its prompt's tokens."""
         job = await self.make_job(chat)
         return job, await prompt_tokens(job, self.engine)
 
     async def fill(
-        self, receipt: Receipt, said: Sequence[Mapping[str, Any]], earlier: Summary | None
+        self,
+        receipt: Receipt,
+        summarised_messages: Sequence[Mapping[str, Any]],
+        earlier: Summary | None,
     ) -> None:
-        """Fill the receipt. `said`: the messages that the summary replaces. `earlier`: the summary
-        that they follow."""
+        """Fill the receipt. `summarised_messages`: the messages that the summary replaces.
+        `earlier`: the summary that they follow."""
         budget_chars = self.engine.info.n_ctx * _CHARS_PER_TOKEN // _SUMMARY_SHARE
-        left = left_of(said, earlier, budget_chars)
+        left = left_of(summarised_messages, earlier, budget_chars)
         options = replace(self.chat.options, grammar=None)
         shown = replace(self.chat, options=options)
         head = system_messages(self.chat)
-        after = [*head, {"role": "user", "content": left.message()}]
+        messages_after = [*head, {"role": "user", "content": left.message()}]
         receipt.left = left
         receipt.messages = len(self.chat.messages) - len(head)
-        receipt.before_tokens = (await self._sized(shown))[1]
-        receipt.after_tokens = (await self._sized(replace(shown, messages=after)))[1]
+        receipt.before_tokens = (await self._job_and_length(shown))[1]
+        receipt.after_tokens = (
+            await self._job_and_length(replace(shown, messages=messages_after))
+        )[1]
 
 
 def system_messages(chat: ChatRequest) -> list[Mapping[str, Any]]:
@@ -118,7 +123,7 @@ def system_messages(chat: ChatRequest) -> list[Mapping[str, Any]]:
 async def prompt_tokens(job: GenerationJob, engine: EngineClient) -> int:
     """The number of tokens of a conversation's prompt."""
     assert isinstance(job.prompt, str)
-    text = begun_prompt(job.prompt, job.answer)
+    text = prompt_with_prefix(job.prompt, job.answer)
     return await count_tokens(engine, text, job.media, add_bos=job.add_bos)
 
 
@@ -129,19 +134,19 @@ async def answer_to_summary(
     prompt of `job` exceeds the limit of `edit`. Raises RequestError."""
     chat = summarising.chat
     n_ctx = summarising.engine.info.n_ctx
-    size = await prompt_tokens(job, summarising.engine)
-    if size <= min(edit.above_tokens, int(n_ctx * _FULL)):
+    n_tokens = await prompt_tokens(job, summarising.engine)
+    if n_tokens <= min(edit.above_tokens, int(n_ctx * _FULL)):
         return job
     reply = await run(await summarising.job())
     text = reply.choices[0].text
     if not text.strip():
         return replace(job, summary=WrittenSummary(None, reply.usage), pauses=edit.pauses)
     head = system_messages(chat)
-    said = [message for message in chat.messages if message["role"] != "system"]
+    other_messages = [message for message in chat.messages if message["role"] != "system"]
     if edit.earlier is not None:
-        del said[0]
+        del other_messages[0]
     receipt = Receipt()
-    await summarising.fill(receipt, said, edit.earlier)
+    await summarising.fill(receipt, other_messages, edit.earlier)
     summary = written(receipt.left, text)
     message = {"role": "user", "content": summary.message(goes_on=True)}
     answer = await summarising.make_job(replace(chat, messages=[*head, message]))

@@ -72,23 +72,25 @@ class TokenBucket:
     def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
         self.size = per_minute
         self._clock = clock
-        self._left = per_minute
-        self._seen_s = clock()
+        self._available = per_minute
+        self._updated_s = clock()
 
     def wait_s(self, amount: float) -> float:
         """Return the seconds until `amount` is available, or until the bucket is full if `amount`
         is larger."""
         now = self._clock()
-        self._left = min(self.size, self._left + (now - self._seen_s) * self.size / _MINUTE_S)
-        self._seen_s = now
-        missing = min(amount, self.size) - self._left
+        self._available = min(
+            self.size, self._available + (now - self._updated_s) * self.size / _MINUTE_S
+        )
+        self._updated_s = now
+        missing = min(amount, self.size) - self._available
         if missing <= 1e-9:
             return 0.0
         return missing * _MINUTE_S / self.size
 
     def take(self, amount: float) -> None:
         self.wait_s(0.0)
-        self._left -= amount
+        self._available -= amount
 
 
 @dataclass(slots=True)
@@ -155,26 +157,26 @@ class Account:
                 f"{self.name} has {self.active} requests running, and its limit is {self.parallel}",
                 _PARALLEL_RETRY_S,
             )
-        for what in self._buckets:
-            self._check(what)
+        for kind in self._buckets:
+            self._check(kind)
         self._take("requests", 1)
         self.used.requests += 1
 
-    def _check(self, what: str) -> None:
-        bucket = self._buckets.get(what)
+    def _check(self, kind: str) -> None:
+        bucket = self._buckets.get(kind)
         if bucket is None:
             return
         wait_s = bucket.wait_s(1.0)
         if wait_s > 0:
-            self._refuse(f"{self.name} has a limit of {bucket.size:g} {what} per minute", wait_s)
+            self._refuse(f"{self.name} has a limit of {bucket.size:g} {kind} per minute", wait_s)
 
-    def _take(self, what: str, amount: int) -> None:
-        if what in self._buckets:
-            self._buckets[what].take(amount)
+    def _take(self, kind: str, amount: int) -> None:
+        if kind in self._buckets:
+            self._buckets[kind].take(amount)
 
-    def _refuse(self, why: str, wait_s: float) -> None:
+    def _refuse(self, reason: str, wait_s: float) -> None:
         self.used.refused += 1
-        raise RateLimitError(why, retry_after_s=max(1, -int(-wait_s // 1)))
+        raise RateLimitError(reason, retry_after_s=max(1, -int(-wait_s // 1)))
 
     def charge(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
         self.used.prompt_tokens += prompt_tokens
@@ -207,11 +209,11 @@ def request_answered() -> None:
         running.close()
 
 
-def admins_only(what: str) -> None:
-    """Raise AuthError if the caller may not do `what`."""
+def admins_only(action: str) -> None:
+    """Raise AuthError if the caller may not do `action`."""
     if not caller().admin:
         raise AuthError(
-            f"{what} needs an admin key, because it changes the server for all keys",
+            f"{action} needs an admin key, because it changes the server for all keys",
             hint="use the key without a name, or one with `admin = true` in config.toml",
         )
 
@@ -231,15 +233,15 @@ class PerCaller(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._of: RecentlyUsed[str, T] = RecentlyUsed(_MAX_CALLERS)
+        self._objects: RecentlyUsed[str, T] = RecentlyUsed(_MAX_CALLERS)
 
     def current(self) -> T:
         """Return the object of the current caller."""
         name = caller().name
-        found = self._of.get(name)
-        if found is not None:
-            return found
-        return self._of.put(name, self._make())
+        existing = self._objects.get(name)
+        if existing is not None:
+            return existing
+        return self._objects.put(name, self._make())
 
 
 class Accounts:
@@ -257,24 +259,24 @@ class Accounts:
         """Return the account of a key, or None. The key is compared with every known key in
         constant time."""
         digest = digest_of(sent)
-        found: Account | None = None
-        for known, account in self._keys:
-            if hmac.compare_digest(digest, known):
-                found = account
-        return found
+        account_of_key: Account | None = None
+        for known_digest, account in self._keys:
+            if hmac.compare_digest(digest, known_digest):
+                account_of_key = account
+        return account_of_key
 
     def delegated_account(self, account: Account, sent: bytes) -> Account:
         """Return the account of the caller for whom the admin `account` forwards a request (see
         `delegation`). Raises AuthError."""
-        found = _DELEGATED.fullmatch(sent)
-        if found is None or not account.admin:
+        match = _DELEGATED.fullmatch(sent)
+        if match is None or not account.admin:
             raise AuthError(
                 f"only an admin's key may send {DELEGATION}, in the form that a pool's front sends"
             )
-        name, scope, admin = (part.decode() for part in found.groups())
-        kept = self._delegated.get((account.name, sent))
-        if kept is not None:
-            return kept
+        name, scope, admin = (part.decode() for part in match.groups())
+        existing = self._delegated.get((account.name, sent))
+        if existing is not None:
+            return existing
         key = NamedKey(f"{account.name}/{name}", admin=admin == "1")
         if scope != "-":
             key = replace(key, share_cache=scope)
@@ -320,13 +322,13 @@ def _pseudonym(name: str) -> str:
     return hashlib.sha256(f"localllm {name}".encode()).hexdigest()[:32]
 
 
-def used_lines(accounts: Iterable[Account]) -> list[str]:
+def usage_metrics(accounts: Iterable[Account]) -> list[str]:
     """Return the usage of `accounts` in Prometheus' text format."""
-    found = list(accounts)
+    all_accounts = list(accounts)
     lines: list[str] = []
-    if not found:
+    if not all_accounts:
         return lines
     for each in fields(KeyUsage):
-        series = [(labels(key=a.name), getattr(a.used, each.name)) for a in found]
+        series = [(labels(key=a.name), getattr(a.used, each.name)) for a in all_accounts]
         lines += metric(f"localllm_key_{each.name}_total", "counter", series)
     return lines

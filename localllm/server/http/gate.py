@@ -176,17 +176,17 @@ class SecurityGate:
         raise AuthError("the Host header does not name this server", hint=hint)
 
     def _origin_allowed(self, origin: str) -> bool:
-        named = origin.rstrip("/") in self._origins or "*" in self._origins
-        if named or origin.startswith(_APP_SCHEMES):
+        is_listed = origin.rstrip("/") in self._origins or "*" in self._origins
+        if is_listed or origin.startswith(_APP_SCHEMES):
             return True
-        scheme, _, rest = origin.partition("://")
+        scheme, _, authority = origin.partition("://")
         if scheme not in ("http", "https"):
             return False
-        name = host_name(rest)
+        name = host_name(authority)
         # Other names below localhost need a key. Only browsers guarantee that they mean this
         # machine.
-        known = is_loopback(name) or rest in _APP_NAMES
-        return known or (self.settings.keyed and below_localhost(name))
+        is_this_machine = is_loopback(name) or authority in _APP_NAMES
+        return is_this_machine or (self.settings.keyed and below_localhost(name))
 
     def _account_of(self, headers: dict[bytes, bytes]) -> Account:
         """Return the account of the key. Raises KeyRequiredError."""
@@ -212,14 +212,14 @@ class SecurityGate:
     def _check_body(self, method: str, path: str, headers: dict[bytes, bytes]) -> None:
         if method not in _BODY_METHODS:
             return
-        wanted = "application/json"
+        media_type = "application/json"
         accepted = _accepted_as_json(headers)
         if path.startswith(_FORM_PATHS):
             # Pages of other origins are refused already.
-            wanted = "multipart/form-data"
-            accepted = _kind(headers) == wanted.encode()
+            media_type = "multipart/form-data"
+            accepted = _kind(headers) == media_type.encode()
         if not accepted:
-            raise MediaTypeError(f"the body must be sent as Content-Type: {wanted}")
+            raise MediaTypeError(f"the body must be sent as Content-Type: {media_type}")
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self.settings.max_body_bytes:
             raise BodyTooLargeError(f"the body is larger than {self.settings.max_body_bytes} bytes")
@@ -273,11 +273,11 @@ def _is_browser_header(name: bytes) -> bool:
     return name in (b"origin", b"referer") or name.startswith(b"sec-fetch-")
 
 
-def _preflight(origin: str, asked: Mapping[bytes, bytes], path: str) -> Response:
+def _preflight(origin: str, request_headers: Mapping[bytes, bytes], path: str) -> Response:
     """Return the answer to OPTIONS: the methods and headers that a page of `origin` may send.
     Without an origin, only the methods."""
     allowed = {"allow": "GET, HEAD, POST, DELETE, OPTIONS"}
-    headers = asked.get(b"access-control-request-headers", b"authorization, content-type")
+    headers = request_headers.get(b"access-control-request-headers", b"authorization, content-type")
     if origin:
         allowed |= {
             "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
@@ -285,7 +285,7 @@ def _preflight(origin: str, asked: Mapping[bytes, bytes], path: str) -> Response
             "access-control-max-age": "600",
             "vary": "Access-Control-Request-Headers",
         }
-        if asked.get(b"access-control-request-private-network") == b"true":
+        if request_headers.get(b"access-control-request-private-network") == b"true":
             allowed["access-control-allow-private-network"] = "true"
     # On its own paths, llama.cpp's server answers 200.
     is_llamacpp = not path.startswith(("/v1/", "/api/"))

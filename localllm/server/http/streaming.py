@@ -203,22 +203,22 @@ async def _keep_alive(outbox: Outbox, keepalive: Callable[[], bytes], longest_s:
     Once a second, check whether the stream was silent. Send a frame if the frame has changed or if
     the silence is long. A stream has one timer, so tokens need no timers of their own."""
     period_s = min(_TICK_S, longest_s)
-    most_silent = max(1, int(longest_s / period_s) - 1)
-    seen = outbox.writes
-    silent = 0
+    max_silent_periods = max(1, int(longest_s / period_s) - 1)
+    last_writes = outbox.writes
+    silent_periods = 0
     last_frame = b""
     while True:
         await asyncio.sleep(period_s)
-        if outbox.writes == seen:
-            silent += 1
+        if outbox.writes == last_writes:
+            silent_periods += 1
             frame = keepalive()
-            if frame and (frame != last_frame or silent >= most_silent):
+            if frame and (frame != last_frame or silent_periods >= max_silent_periods):
                 outbox.write(frame)
-                silent = 0
+                silent_periods = 0
                 last_frame = frame
         else:
-            silent = 0
-        seen = outbox.writes
+            silent_periods = 0
+        last_writes = outbox.writes
 
 
 async def cancel_on_disconnect(
@@ -278,15 +278,15 @@ class StreamGoneError(
 class KeptStream(Outbox):
     """Server-sent events of one reply, each with its number as `id`.
 
-    `answer` makes a response that begins after the event with a given number. `asked` is a digest
+    `answer` makes a response that begins after the event with a given number. `digest` is a digest
     that tells apart different requests with the same key."""
 
     answer: Callable[[int], Response]
 
-    def __init__(self, kept: KeptStreams, asked: bytes, produce: Produce) -> None:
+    def __init__(self, kept: KeptStreams, digest: bytes, produce: Produce) -> None:
         super().__init__()
         self.account = caller()
-        self.asked = asked
+        self.digest = digest
         self._kept = kept
         self.readers: list[Outbox] = []
         self._blocks: deque[bytes] = deque()
@@ -357,31 +357,31 @@ class KeptStreams:
         """Return the caller's stream of that name, or None."""
         return self._streams.get((caller().name, name))
 
-    def make(self, names: tuple[str, ...], asked: bytes, produce: Produce) -> KeptStream:
+    def make(self, names: tuple[str, ...], digest: bytes, produce: Produce) -> KeptStream:
         """Return a new stream under each of `names`. `produce` writes it, whether or not a client
         reads it.
 
         If the caller already has as many streams as it may have, its oldest unread one is dropped.
         Raises BusyError if all of them have readers."""
         self.limit_unread(caller(), more=1)
-        every = self._of(caller())
-        if len(every) >= _MAX_STREAMS:
-            left = next((stream for stream in every if not stream.readers), None)
-            if left is None:
+        own_streams = self._of(caller())
+        if len(own_streams) >= _MAX_STREAMS:
+            unread = next((stream for stream in own_streams if not stream.readers), None)
+            if unread is None:
                 raise BusyError(
-                    f"{len(every)} streams are already stored, which is the limit",
+                    f"{len(own_streams)} streams are already stored, which is the limit",
                     hint="send it without Idempotency-Key",
                 )
-            left.drop()
-        made = KeptStream(self, asked, produce)
-        self._streams |= {(caller().name, name): made for name in names if name}
-        return made
+            unread.drop()
+        stream = KeptStream(self, digest, produce)
+        self._streams |= {(caller().name, name): stream for name in names if name}
+        return stream
 
     def limit_unread(self, account: Account, more: int = 0) -> None:
         """Drop the oldest of the account's running streams without a reader until `more` fit."""
-        most = min(account.parallel or _MAX_UNREAD, _MAX_UNREAD) - more
+        max_unread = min(account.parallel or _MAX_UNREAD, _MAX_UNREAD) - more
         unread = [s for s in self._of(account) if not (s.readers or s.closed)]
-        for stream in unread[: max(0, len(unread) - most)]:
+        for stream in unread[: max(0, len(unread) - max_unread)]:
             stream.drop()
 
     def _of(self, account: Account) -> list[KeptStream]:

@@ -32,7 +32,7 @@ from starlette.responses import Response
 
 from localllm.conversation.prefix_reuse import without_billing
 from localllm.errors import BusyError, RequestError
-from localllm.server.http.accounts import Accounts, caller, used_lines
+from localllm.server.http.accounts import Accounts, caller, usage_metrics
 from localllm.server.http.asgi import Receive, Scope, Send
 from localllm.server.http.client_signs import signs_of
 from localllm.server.http.gate import SecurityGate
@@ -52,13 +52,13 @@ from localllm.server.proxy.usage_meter import UsageMeter, meter_for
 # For this many seconds after a failure, a server is tried last.
 _FAILED_S = 5.0
 # A conversation leaves its server if that has this many more requests than the least loaded one.
-_CROWDED = 8
+_MAX_EXTRA_REQUESTS = 8
 # A server with one of these statuses can't serve now, or the stored object is on another server.
 _REFUSED = (502, 503)
 _NOT_FOUND = 404
 _STORED_PATH = re.compile(r"/(v1/)?responses/resp_")
 # The length of a prompt's beginning, in characters or token ids.
-_HEAD = 512
+_HEAD_LENGTH = 512
 _SYSTEM_ROLES = ("system", "developer")
 
 
@@ -82,11 +82,11 @@ def conversation_key(body: Mapping[str, Any]) -> bytes | None:
     sent = body.get("messages") or body.get("prompt") or body.get("input")
     if not isinstance(sent, (str, list)):
         return None
-    head = sent[:_HEAD]
+    head = sent[:_HEAD_LENGTH]
     if isinstance(sent, list) and isinstance(sent[0], dict):
         roles = (message.get("role") for message in sent)
-        said = (i for i, role in enumerate(roles) if role not in _SYSTEM_ROLES)
-        head = sent[: next(said, 0) + 1]
+        other_messages = (i for i, role in enumerate(roles) if role not in _SYSTEM_ROLES)
+        head = sent[: next(other_messages, 0) + 1]
     elif isinstance(sent, list) and "prompt" not in body:
         return None  # texts for embeddings
     return _key(body.get("model"), head)
@@ -131,17 +131,21 @@ def _system_prompt(body: Mapping[str, Any]) -> list[Any]:
 
 
 def _key(*parts: Any) -> bytes:
-    return json.dumps([_lasting(part) for part in parts]).encode()
+    return json.dumps([_without_changing_marks(part) for part in parts]).encode()
 
 
-def _lasting(part: Any) -> Any:
+def _without_changing_marks(part: Any) -> Any:
     """Return `part` without marks that clients move or change with each turn."""
     if isinstance(part, str):
         return without_billing(part)
     if isinstance(part, list):
-        return [_lasting(one) for one in part]
+        return [_without_changing_marks(item) for item in part]
     if isinstance(part, dict):
-        return {name: _lasting(one) for name, one in part.items() if name != "cache_control"}
+        return {
+            name: _without_changing_marks(item)
+            for name, item in part.items()
+            if name != "cache_control"
+        }
     return part
 
 
@@ -153,7 +157,7 @@ def by_preference(
     The second choice is the server of the conversation's `system` part, because it is the most
     likely to have that part in its cache.
     """
-    least = min(node.active for node in nodes)
+    min_active = min(node.active for node in nodes)
     chosen: list[PoolNode] = []
     for part in (key, system):
         if part is not None:
@@ -164,7 +168,7 @@ def by_preference(
         if key is None:
             return failed, node.active, 0, b""
         crowding = 0
-        if node.active > least + _CROWDED:
+        if node.active > min_active + _MAX_EXTRA_REQUESTS:
             crowding = node.active
         place = len(chosen)
         if node in chosen:
@@ -186,8 +190,8 @@ def kv_holders(
         return []
     working = [node for node in nodes if now_s - node.failed_s >= _FAILED_S]
     order = sorted(working, key=partial(_weight, system))
-    before = takewhile(lambda node: node is not asking, order)
-    return [urlsplit(node.url).netloc for node in before][:MAX_SERVERS]
+    earlier_nodes = takewhile(lambda node: node is not asking, order)
+    return [urlsplit(node.url).netloc for node in earlier_nodes][:MAX_SERVERS]
 
 
 def _weight(key: bytes, node: PoolNode) -> bytes:
@@ -225,7 +229,7 @@ class PoolFront:
     def _metrics(self) -> str:
         by_node = [(labels(box=node.name), node.active) for node in self.nodes]
         active = metric("localllm_pool_active", "gauge", by_node)
-        used = used_lines(self._accounts.visible_to(caller()))
+        used = usage_metrics(self._accounts.visible_to(caller()))
         return "\n".join([*active, *used]) + "\n"
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
