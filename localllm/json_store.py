@@ -104,8 +104,8 @@ def derived(path: Path, sources: Iterable[Path], make: Callable[[], Any]) -> Any
     for file in sources:
         found = file.stat()
         stamp.append([str(file), found.st_size, found.st_mtime_ns])
-    kept = read(path)
-    if kept.get("stamp") != stamp or "value" not in kept:
-        kept = {"stamp": stamp, "value": make()}
-        keep(path, kept)
-    return kept["value"]
+    cached = read(path)
+    if cached.get("stamp") != stamp or "value" not in cached:
+        cached = {"stamp": stamp, "value": make()}
+        keep(path, cached)
+    return cached["value"]

@@ -237,8 +237,8 @@ class _Process:
     def _begin(self, first: Any) -> None:
         """Send the setup, then queue the child's output lines until it ends."""
         self._send(first)
-        with cast("BinaryIO", self._process.stdout) as said:
-            for line in said:
+        with cast("BinaryIO", self._process.stdout) as stdout:
+            for line in stdout:
                 self._lines.put(line)
         self._lines.put(b"")
 
@@ -339,13 +339,13 @@ def serve(make: Callable[[Any], Callable[[Any], Any]]) -> None:
             continue
         line = b""  # it may be long
         try:
-            said = {"of": number, "answer": answer(question)}
+            reply = {"of": number, "answer": answer(question)}
         except MemoryError:
             os._exit(1)
         except Exception as e:
-            said = {"of": number, "refused": str(e) or type(e).__name__}
+            reply = {"of": number, "refused": str(e) or type(e).__name__}
         _bound_time(0.0)
-        _write(sink, said)
+        _write(sink, reply)
 
 
 def _write(sink: BinaryIO, message: Any) -> int:
@@ -369,8 +369,8 @@ def _bound(limits: ChildLimits) -> None:
         import resource
 
         os.nice(limits.nice)
-        most = psutil.Process().memory_info().vms + limits.memory_bytes + limits.spare_bytes
+        max_bytes = psutil.Process().memory_info().vms + limits.memory_bytes + limits.spare_bytes
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     except (ImportError, OSError, ValueError):  # Windows; macOS can't limit the address space
         pass

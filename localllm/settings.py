@@ -41,12 +41,12 @@ class Settings:
 
     def __init__(self, flags: dict[str, Any] | None = None) -> None:
         # A repeatable flag that was not given is an empty list.
-        given = {k: v for k, v in (flags or {}).items() if v not in (None, [])}
-        unknown = set(given) - _names()
+        set_flags = {k: v for k, v in (flags or {}).items() if v not in (None, [])}
+        unknown = set(set_flags) - _names()
         if unknown:
             raise UsageError(f"unknown settings: {', '.join(sorted(unknown))}")
         config = read_config()
-        self._chosen = {s.name: _choose(s, given, config) for s in setting_table.TABLE}
+        self._chosen = {s.name: _choose(s, set_flags, config) for s in setting_table.TABLE}
 
     def __getitem__(self, name: str) -> Chosen:
         return self._chosen[name]

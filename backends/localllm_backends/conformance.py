@@ -158,19 +158,19 @@ def rounding_is_far_below_what_a_token_changes(subject: Subject) -> None:
     half = tokens[: len(tokens) // 2]
     at_once = subject.fresh(tokens, last)
     at_half = subject.fresh(half)
-    one = subject.new()
-    other = subject.new()
+    first_sequence = subject.new()
+    second_sequence = subject.new()
     by_rounding: list[float] = []
     for size in (1, 5):
-        backend.truncate(one, 0)
-        subject.feed(one, tokens[:-last])
+        backend.truncate(first_sequence, 0)
+        subject.feed(first_sequence, tokens[:-last])
         at = 0
         for start in range(len(tokens) - last, len(tokens), size):
-            for row in subject.feed(one, tokens[start : start + size], size):
+            for row in subject.feed(first_sequence, tokens[start : start + size], size):
                 by_rounding.append(difference(at_once[at], row))
                 at += 1
-    backend.truncate(one, 0)
-    twice = backend.step([Chunk(one, half), Chunk(other, half)])
+    backend.truncate(first_sequence, 0)
+    twice = backend.step([Chunk(first_sequence, half), Chunk(second_sequence, half)])
     by_rounding.append(difference(at_half, twice.logits(0)))
     by_rounding.append(difference(at_half, twice.logits(1)))
     subject.worst = float(np.max(by_rounding))
@@ -358,9 +358,9 @@ def a_fork_at_the_end_continues_independently(subject: Subject) -> None:
     free = backend.cells_free()
     other = backend.fork(source, 30)
     subject.held.append(other)
-    taken = free - backend.cells_free()
+    n_cells = free - backend.cells_free()
     expected = 0 if backend.capabilities.shares_cells else 30
-    require(taken == expected, f"a fork of 30 tokens took {taken} cells")
+    require(n_cells == expected, f"a fork of 30 tokens took {n_cells} cells")
     result = backend.step([Chunk(source, [5]), Chunk(other, [7])])
     after_5 = result.logits(0)[0].copy()
     after_7 = result.logits(1)[0].copy()
@@ -461,11 +461,11 @@ def running_out_of_cells_is_reported_and_changes_nothing(subject: Subject) -> No
 
 def running_out_of_sequences_is_reported(subject: Subject) -> None:
     max_sequences = subject.backend.info.n_seq_max
-    held = [subject.new() for _ in range(max_sequences)]
-    require(len(set(held)) == max_sequences, "two sequences have the same id")
+    sequences = [subject.new() for _ in range(max_sequences)]
+    require(len(set(sequences)) == max_sequences, "two sequences have the same id")
     with refused(NoCellsError, f"more than {max_sequences} sequences were created"):
         subject.new()
-    subject.drop(held[0])
+    subject.drop(sequences[0])
     subject.new()
 
 

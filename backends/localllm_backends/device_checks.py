@@ -138,11 +138,11 @@ class DeviceChecks:
         empty = backend.memory()
         sequence = backend.new_sequence()
         self._continued(sequence, self._tokens)
-        held = backend.memory()
+        report = backend.memory()
         backend.drop(sequence)
         return {
-            "weights_bytes": held.weights_bytes,
-            "kv_bytes": held.kv_bytes - empty.kv_bytes,
+            "weights_bytes": report.weights_bytes,
+            "kv_bytes": report.kv_bytes - empty.kv_bytes,
             "kv_type": backend.info.kv_type_k,
             "n_tokens": _STORED_TOKENS,
         }
@@ -150,11 +150,11 @@ class DeviceChecks:
     def _store(self) -> Outcome:
         backend = self._backend
         sequence = backend.new_sequence()
-        kept = self._tokens[:-1]
+        stored_tokens = self._tokens[:-1]
         step = backend.info.n_batch
-        for at in range(0, len(kept), step):
-            backend.step([Chunk(sequence, kept[at : at + step], outputs=0)])
-        data = backend.export_range(sequence, 0, len(kept))
+        for at in range(0, len(stored_tokens), step):
+            backend.step([Chunk(sequence, stored_tokens[at : at + step], outputs=0)])
+        data = backend.export_range(sequence, 0, len(stored_tokens))
         state = b""
         if backend.capabilities.states:
             state = backend.export_state(sequence)
@@ -168,9 +168,9 @@ class DeviceChecks:
         body = memoryview(self._file.read_bytes())
         require(len(body) > _MIN_BYTES, "the stored prompt is missing")
         end = 8 + int.from_bytes(body[:8], "little")
-        kept = len(self._tokens) - 1
+        n_stored = len(self._tokens) - 1
         sequence = backend.new_sequence()
-        backend.import_range(sequence, body[8:end], 0, kept)
+        backend.import_range(sequence, body[8:end], 0, n_stored)
         if backend.capabilities.states:
-            backend.import_state(sequence, body[end:], kept)
+            backend.import_state(sequence, body[end:], n_stored)
         return {"tokens": self._continued(sequence, self._tokens[-1:])}

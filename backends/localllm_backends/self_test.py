@@ -155,7 +155,7 @@ def conformance(backend: Backend) -> Iterator[dict[str, Any]]:
         }
 
 
-def answers(engine: str, what: str, path: str, body: str) -> Iterator[dict[str, Any]]:
+def answers(engine: str, test: str, path: str, body: str) -> Iterator[dict[str, Any]]:
     """Yield the objects that the program prints for these arguments."""
     wanted = json.loads(body)
     known = registry.backends()
@@ -170,15 +170,15 @@ def answers(engine: str, what: str, path: str, body: str) -> Iterator[dict[str, 
         placement=Placement(gpu_layers=wanted.get("layers", -1)),
     )
     with closing(backend_type.load(spec)) as backend:
-        if what == "conformance":
+        if test == "conformance":
             yield from conformance(backend)
-        elif what == "kv":
+        elif test == "kv":
             yield kv_fidelity(backend, wanted["text"], wanted["pairs"])
-        elif what == "turn":
+        elif test == "turn":
             yield turn(backend)
-        elif what in ("device", "restart"):
+        elif test in ("device", "restart"):
             checks = DeviceChecks(backend, wanted["text"], Path(wanted["file"]))
-            if what == "device":
+            if test == "device":
                 yield from conformance(backend)
                 yield from run_checks(checks.before_restart(wanted["pairs"]))
             else:

@@ -61,22 +61,22 @@ class ScenarioResult:
         }
 
     def lines(self) -> list[str]:
-        said = [f"{name:8} {means}" for name, means in self.means.items()]
+        text_lines = [f"{name:8} {means}" for name, means in self.means.items()]
         for table in self.tables:
-            said += ["", *table.lines(self.first)]
-        said.append("")
-        said.append(
+            text_lines += ["", *table.lines(self.first)]
+        text_lines.append("")
+        text_lines.append(
             f"{self.rounds} rounds, the servers in turn: medians [smallest–largest], "
             "ratios round by round."
         )
-        said.append(f"Tokens are counted {self.counter}.")
-        said += self.notes
+        text_lines.append(f"Tokens are counted {self.counter}.")
+        text_lines += self.notes
         for name, (theirs, ours) in self.counter.differing.items():
-            said.append(
+            text_lines.append(
                 f"{name} counts differently: it reported {theirs} tokens, but at most {ours} "
                 "arrived in the text."
             )
-        return said
+        return text_lines
 
 
 def target_of(url: str, key: str = "", restart: str | None = None) -> BenchTarget:

@@ -98,20 +98,20 @@ class RoundComparison:
     def lines(self, first: str) -> list[str]:
         """The title, and a line per name with its median, its spread and the ratio of `first` to
         it. Lines have at most 80 columns if the names are addresses."""
-        said = [f"{self.title} ({self.unit}, {self.better} is better)"]
+        text_lines = [f"{self.title} ({self.unit}, {self.better} is better)"]
         width = min(max(map(len, self.values), default=0), _LONGEST_NAME)
         for name in self.values:
             known = self.known(name)
             if not known:
-                said.append(f"  {name[:width]:{width}} has no value")
+                text_lines.append(f"  {name[:width]:{width}} has no value")
                 continue
             spread = f"[{min(known):.4g}–{max(known):.4g}]"
             line = f"  {name[:width]:{width}} {self.median(name):9.4g} {spread}"
             ratio = self.ratios(first, name) if name != first else None
             if ratio is not None:
                 line += f"  {first[:width]} ÷ it: {ratio}"
-            said.append(line)
-        return said
+            text_lines.append(line)
+        return text_lines
 
 
 def _or_none(value: float) -> float | None:

@@ -223,8 +223,8 @@ class Scenarios:
         tokens with SmolLM2's tokenizer. A piece with several tokens of words is not divided,
         because the stream paused before it.
         """
-        one = text.strip()
-        if len(one) != 1 or one.isascii():
+        line = text.strip()
+        if len(line) != 1 or line.isascii():
             return gap
         return gap / (self.counter.tokens_in(text) or 1)
 
@@ -261,16 +261,16 @@ class Scenarios:
     def run_thrash(self, t: BenchTarget) -> None:
         """Three chats sharing a system prompt, four growing turns each, a title request after every
         turn."""
-        seen = TokensRead(self.tokens) if self.tokens is not None else None
+        tokens_read = TokensRead(self.tokens) if self.tokens is not None else None
         system = self._system()
         chats = [[system, *user(f"I am person {i}. Hello!")] for i in range(3)]
         ttfts: list[float] = []
-        counted = seen is not None
+        counted = tokens_read is not None
 
         def ask(messages: Messages, n: int) -> StreamedAnswer:
             answer = self._chat(t, messages, n)
-            if seen is not None:
-                seen.add(messages, answer)
+            if tokens_read is not None:
+                tokens_read.add(messages, answer)
             return answer
 
         for turn in range(4):
@@ -284,8 +284,8 @@ class Scenarios:
                     *user(f"And then, number {turn}?"),
                 ]
                 ask(user("Write a title of three words for a chat."), 6)
-        if seen is not None and counted:
-            self.put(TWICE, t, seen.twice)
+        if tokens_read is not None and counted:
+            self.put(TWICE, t, tokens_read.twice)
         self.put(TURNS, t, 1000 * statistics.mean(ttfts))
 
     def run_restart(self, t: BenchTarget) -> None:

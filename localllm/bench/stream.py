@@ -54,9 +54,9 @@ class StreamedAnswer:
     @property
     def reported_tokens(self) -> int | None:
         """Tokens of the answer as counted by the server; None if it sends no count."""
-        said = self.usage.get("completion_tokens")
-        if isinstance(said, int) and not isinstance(said, bool):
-            return said
+        n_tokens = self.usage.get("completion_tokens")
+        if isinstance(n_tokens, int) and not isinstance(n_tokens, bool):
+            return n_tokens
         return None
 
     @property
@@ -165,8 +165,8 @@ class BenchTarget:
             refusal = reply.excerpt(2000)
             beyond = {name for name in _BEYOND_OPENAI if name in sent and name in refusal}
             if reply.status not in (400, 422) or not beyond:
-                said = f"{self.name} answered {reply.status} to {path}: {refusal[:300]}"
-                raise BackendError(said, hint=self.url)
+                message = f"{self.name} answered {reply.status} to {path}: {refusal[:300]}"
+                raise BackendError(message, hint=self.url)
             self.refused |= beyond
 
     def post(self, address: str, body: Mapping[str, Any]) -> dict[str, Any]:

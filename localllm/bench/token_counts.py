@@ -36,15 +36,15 @@ class Counter:
         return f"in the received text, with the tokenizer of {self.of.name}"
 
     def tokens_of(self, target: BenchTarget, answer: StreamedAnswer) -> int:
-        said = answer.reported_tokens
-        most = self.tokens_in(answer.text)
-        if said is None:
-            return answer.pieces if most is None else most
-        if most is None:
-            most = len(answer.text.encode())
-        if said - most > max(2, most / 10):
-            self.differing[target.name] = (said, most)
-        return min(said, most)
+        reported = answer.reported_tokens
+        counted = self.tokens_in(answer.text)
+        if reported is None:
+            return answer.pieces if counted is None else counted
+        if counted is None:
+            counted = len(answer.text.encode())
+        if reported - counted > max(2, counted / 10):
+            self.differing[target.name] = (reported, counted)
+        return min(reported, counted)
 
     def tokens_in(self, text: str) -> int | None:
         """Tokens of `text`; None if no server offers its tokenizer."""

@@ -185,7 +185,7 @@ def note(count: int) -> str:
 def _with_notes(
     messages: Sequence[Mapping[str, Any]], dropped: frozenset[int]
 ) -> list[dict[str, Any]]:
-    kept: list[dict[str, Any]] = []
+    messages_with_notes: list[dict[str, Any]] = []
     spoken: dict[str, Any] | None = None  # the last kept message other than a system message
     missing = 0
     for i, message in enumerate(messages):
@@ -193,17 +193,17 @@ def _with_notes(
             missing += 1
             continue
         plain = dict(message)
-        kept.append(plain)
+        messages_with_notes.append(plain)
         if plain["role"] == "system":
             continue
         if missing and plain["role"] == "user":
             plain["content"] = f"{note(missing)}\n\n{plain['content']}"
             missing = 0
         elif missing and spoken is None:
-            kept.insert(-1, {"role": "user", "content": note(missing)})
+            messages_with_notes.insert(-1, {"role": "user", "content": note(missing)})
             missing = 0
         elif missing and spoken is not None and spoken["role"] == "user":
             spoken["content"] = f"{spoken['content']}\n\n{note(missing)}"
             missing = 0
         spoken = plain
-    return kept
+    return messages_with_notes

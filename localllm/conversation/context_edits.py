@@ -57,14 +57,14 @@ _OF_RESULT = ("images", "sounds", "pdfs")
 
 def _calls(messages: Messages) -> dict[int, Mapping[str, Any]]:
     """The calls by the index of the message with their result."""
-    made: dict[str, Mapping[str, Any]] = {}
+    calls: dict[str, Mapping[str, Any]] = {}
     answered = {}
     for i, message in enumerate(messages):
         for call in message.get("tool_calls", ()):
-            made[call["id"]] = call
+            calls[call["id"]] = call
         call_id = message.get("tool_call_id")
-        if message["role"] == "tool" and call_id in made:
-            answered[i] = made[call_id]
+        if message["role"] == "tool" and call_id in calls:
+            answered[i] = calls[call_id]
     return answered
 
 

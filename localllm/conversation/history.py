@@ -435,8 +435,8 @@ def _unusable(path: Path, done: str, error: Exception) -> HistoryError:
     )
 
 
-def _unknown(what: str, key: str | int) -> NotFoundError:
-    return NotFoundError(f"no {what} {key!r} in the history")
+def _unknown(kind: str, key: str | int) -> NotFoundError:
+    return NotFoundError(f"no {kind} {key!r} in the history")
 
 
 def _change(db: sqlite3.Connection, sql: str, *values: str | float) -> None:
@@ -445,11 +445,11 @@ def _change(db: sqlite3.Connection, sql: str, *values: str | float) -> None:
         raise _unknown("conversation", str(values[-1]))
 
 
-def _row(db: sqlite3.Connection, what: str, key: str | int, sql: str) -> tuple[Any, ...]:
+def _row(db: sqlite3.Connection, kind: str, key: str | int, sql: str) -> tuple[Any, ...]:
     """The row with this key. Raises NotFoundError."""
     row = db.execute(sql, (key,)).fetchone()
     if row is None:
-        raise _unknown(what, key)
+        raise _unknown(kind, key)
     return tuple(row)
 
 

@@ -133,9 +133,11 @@ def _from_1(db: sqlite3.Connection) -> None:
         meta = json.loads(meta_json)
         earlier = meta.pop("earlier", ())
         for version in earlier:
-            kept = (version["content"], version["reasoning"], json.dumps(version["meta"]), 1)
+            values = (version["content"], version["reasoning"], json.dumps(version["meta"]), 1)
             # Version 1 has no time here. The question's time sorts it before the later answer.
-            db.execute(_ROW, (next_id, conv_id, parent, role, *kept, times.get(conv_id, created_s)))
+            db.execute(
+                _ROW, (next_id, conv_id, parent, role, *values, times.get(conv_id, created_s))
+            )
             next_id += 1
         db.execute(
             _ROW,

@@ -125,9 +125,9 @@ def _read(document: Any, pictures: int) -> list[dict[str, str]]:
 
 def _picture(page: Any) -> str:
     scale = min(4.0, _PICTURE_SIDE / max(*page.get_size(), 1.0))
-    made = io.BytesIO()
-    page.render(scale=scale).to_pil().convert("RGB").save(made, "JPEG", quality=_JPEG_QUALITY)
-    return base64.b64encode(made.getvalue()).decode()
+    buffer = io.BytesIO()
+    page.render(scale=scale).to_pil().convert("RGB").save(buffer, "JPEG", quality=_JPEG_QUALITY)
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def _answer(question: list[Any]) -> list[dict[str, str]]:

@@ -40,9 +40,9 @@ def repeated_call(messages: Sequence[Mapping[str, Any]]) -> RepeatedCall | None:
             results.setdefault(message.get("tool_call_id", ""), message["content"])
         if not message.get("tool_calls"):
             continue
-        made = {_call(call, results) for call in message["tool_calls"]}
+        calls = {_call(call, results) for call in message["tool_calls"]}
         results = {}
-        still = made if going is None else made & going
+        still = calls if going is None else calls & going
         if not still:
             break
         going = still

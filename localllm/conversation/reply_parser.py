@@ -89,17 +89,17 @@ class ReplyParser:
             self._reader = None
             self._take(reader.close(cut), out)
             self._read(reader.rest or "", out)
-        held = self._pending
+        pending = self._pending
         self._pending = ""
         if self._ended:
             return out
         if self._drops or cut:
-            half = partial_marker(held, self._markers(held))
+            half = partial_marker(pending, self._markers(pending))
             if half > _BRACKETS:
-                held = held[: len(held) - half].rstrip()
+                pending = pending[: len(pending) - half].rstrip()
         if self._thought or self.calls:
-            held = held.rstrip()
-        self._show(held, out)
+            pending = pending.rstrip()
+        self._show(pending, out)
         return out
 
     def _read(self, text: str, out: list[Delta]) -> None:

@@ -142,8 +142,8 @@ def _reason(error: Exception | str) -> str:
 
 
 def _raise_exception(message: Any = "") -> NoReturn:
-    said = _reason(str(message) or "without a reason")
-    raise FailedRenderingError(f"the model's chat template rejects this conversation: {said}")
+    reason = _reason(str(message) or "without a reason")
+    raise FailedRenderingError(f"the model's chat template rejects this conversation: {reason}")
 
 
 def _strftime_now(format: str) -> str:  # noqa: A002 - the name templates use

@@ -110,9 +110,11 @@ def left_of(
         if message["role"] == "user":
             questions.append(message["content"])
         lines += (call_line(call["function"]) for call in message.get("tool_calls", ()))
-    kept = lines[-_MAX_NAMED:]
+    newest_lines = lines[-_MAX_NAMED:]
     kept_questions = tuple(reversed([*_newest(questions, budget_chars)]))
-    return Summary("", kept_questions, tuple(kept), uncounted + len(lines) - len(kept))
+    return Summary(
+        "", kept_questions, tuple(newest_lines), uncounted + len(lines) - len(newest_lines)
+    )
 
 
 def written(left: Summary, text: str) -> Summary:

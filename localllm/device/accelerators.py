@@ -56,8 +56,8 @@ class AcceleratorKind(NamedTuple):
 
     def runtime_bytes(self, units: int) -> int:
         """Bytes that the runtime keeps on a card with `units` compute units (0: unknown)."""
-        (few, least), (many, most) = self.runtime_mib
-        mib = least + ((units or _USUAL_UNITS) - few) * (most - least) / (many - few)
+        (few, least_mib), (many, most_mib) = self.runtime_mib
+        mib = least_mib + ((units or _USUAL_UNITS) - few) * (most_mib - least_mib) / (many - few)
         return max(_MIN_RUNTIME_MIB * _MIB if mib else 0, round(mib * _MIB))
 
 

@@ -38,18 +38,18 @@ def installed_build(*, fresh: bool = False) -> ggml.GgmlBuild | None:
     if folder is None:
         return None
     libraries = _libraries(folder)
-    kept = paths.cache_dir() / "ggml_devices.json"
+    cache_file = paths.cache_dir() / "ggml_devices.json"
     key = _key(folder, libraries)
     if not fresh:
         if libraries and not any(compiled_in(name) for name, _, _ in libraries):
             return ggml.GgmlBuild(folder=str(folder.parent))
-        known = _known(kept, key)
+        known = _known(cache_file, key)
         if known is not None:
             return known
     build = ask_build()
     if not build.failure:
         answer = ggml.to_json(build)
-        json_store.keep(kept, {"key": key, "asked_s": time.time(), "answer": answer})
+        json_store.keep(cache_file, {"key": key, "asked_s": time.time(), "answer": answer})
     return build
 
 
@@ -79,11 +79,11 @@ def _key(folder: Path, libraries: list[tuple[str, int, int]]) -> str:
 
 
 def _known(file: Path, key: str) -> ggml.GgmlBuild | None:
-    kept = json_store.read(file)
+    cached = json_store.read(file)
     try:
-        if kept["key"] != key or not 0 <= time.time() - kept["asked_s"] < _MAX_AGE_S:
+        if cached["key"] != key or not 0 <= time.time() - cached["asked_s"] < _MAX_AGE_S:
             return None
-        return ggml.read(kept["answer"])
+        return ggml.read(cached["answer"])
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -213,8 +213,8 @@ def _from_ggml(machine: Device, build: ggml.GgmlBuild) -> Device:
     if any(gpu.type != "igpu" for gpu in gpus):
         host = machine.memory
         bandwidth = machine.bandwidth_gbps
-        one = replace(machine, kind="discrete", host=host, host_bandwidth_gbps=bandwidth)
-        return cards.together(cards.numbered([_card(one, gpu) for gpu in gpus]))
+        discrete = replace(machine, kind="discrete", host=host, host_bandwidth_gbps=bandwidth)
+        return cards.together(cards.numbered([_card(discrete, gpu) for gpu in gpus]))
     total = sum(gpu.memory_total_bytes for gpu in gpus)
     free = sum(min(gpu.memory_free_bytes, gpu.memory_total_bytes) for gpu in gpus)
     # The system's own use is counted in the system's memory account. `total` is all that the driver

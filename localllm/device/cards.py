@@ -59,12 +59,12 @@ def with_released_bytes(device: Device, n_bytes: int) -> Device:
 
     Each card releases a part proportional to its memory in use.
     """
-    taken = device.memory.others_bytes
-    if device.kind != "discrete" or n_bytes <= 0 or taken <= 0:
+    others_bytes = device.memory.others_bytes
+    if device.kind != "discrete" or n_bytes <= 0 or others_bytes <= 0:
         return device
 
     def released(memory: Memory) -> Memory:
-        return with_released(memory, n_bytes * memory.others_bytes // taken)
+        return with_released(memory, n_bytes * memory.others_bytes // others_bytes)
 
     return with_each(device, released)
 

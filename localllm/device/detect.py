@@ -71,17 +71,17 @@ def from_readings(
     now: Figure | None = None
     if remeasure or (measure and bandwidth.SHELF.due(folder, machine)):
         available_bytes = (device.host or device.memory).available_bytes
-        taken = bandwidth.rates(
+        measured_rates = bandwidth.rates(
             available_bytes=available_bytes, cache_bytes=last_level_cache_bytes(readings)
         )
-        now = bandwidth.SHELF.keep(folder, machine, taken)
+        now = bandwidth.SHELF.keep(folder, machine, measured_rates)
     if keep_figures:
-        kept = bandwidth.SHELF.reliable(folder, machine)
+        stored_rates = bandwidth.SHELF.reliable(folder, machine)
     else:
-        kept = now or bandwidth.SHELF.cached(folder, machine)
-    if kept is None:
+        stored_rates = now or bandwidth.SHELF.cached(folder, machine)
+    if stored_rates is None:
         return device
-    measured = identify(readings, kept)
+    measured = identify(readings, stored_rates)
     figure = measured.bandwidth_gbps
     if measured.kind == "unified" and figure.basis == "measured":
         # The GPU may get more of the shared memory's bandwidth than the CPU's cores.
@@ -116,9 +116,9 @@ def with_matrix_rates(
     folder = paths.cache_dir()
     machine = f"{_machine(device)} | {build}"
     wanted = matrix_rate.due(folder, machine, types) if measure else ()
-    taken = matrix_rate.measure(wanted) if wanted else None
-    if taken is not None:
-        matrix_rate.keep(folder, machine, taken)
+    measured_rates = matrix_rate.measure(wanted) if wanted else None
+    if measured_rates is not None:
+        matrix_rate.keep(folder, machine, measured_rates)
     return replace(device, matrix_rates=matrix_rate.reliable(folder, machine))
 
 

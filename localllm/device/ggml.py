@@ -222,8 +222,8 @@ def _memory(device: Device, used: list[GgmlDevice]) -> list[Finding]:
         findings.append(
             Finding("warning", f"{message}; a plan between the two figures may fail to load")
         )
-    most = {gpu.name: gpu.largest_buffer_bytes for gpu in used}
-    for name, n_bytes in most.items():
+    largest_buffers = {gpu.name: gpu.largest_buffer_bytes for gpu in used}
+    for name, n_bytes in largest_buffers.items():
         if n_bytes is None or n_bytes >= limit / max(device.n_gpus, 1):
             continue
         message = f"{name}: one allocation can have {n_bytes / 1e9:.1f} GB at most"

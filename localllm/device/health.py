@@ -238,8 +238,8 @@ def _memory(device: Device) -> HealthCheck:
     limit = device.memory.limit_bytes
     free = f"{now / GB:.1f} of {limit / GB:.1f} GB are free for a model now"
     if now < limit / 2:
-        taken = f"{free}; other programs use the rest"
-        return HealthCheck("memory", "warning", taken, "close programs that you don't need")
+        message = f"{free}; other programs use the rest"
+        return HealthCheck("memory", "warning", message, "close programs that you don't need")
     return HealthCheck("memory", "ok", free)
 
 

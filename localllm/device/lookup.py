@@ -28,8 +28,8 @@ def _kept() -> dict[str, Any]:
     names takes longer than a plan."""
     sources = [parts_table.FILE, _NICKNAMES_FILE, Path(__file__), Path(name_parser.__file__)]
     path = paths.cache_dir() / "device-words.json"
-    kept: dict[str, Any] = json_store.derived(path, sources, _words)
-    return kept
+    cached: dict[str, Any] = json_store.derived(path, sources, _words)
+    return cached
 
 
 def _words() -> dict[str, Any]:
@@ -292,8 +292,8 @@ def _closest_rows(wanted: frozenset[str]) -> tuple[DeviceRow, ...]:
         for key in _index()
         if wanted <= key and _is_same_part(key - wanted, wanted)
     }
-    least = min(distances.values(), default=0)
-    closest = [key for key, extra in distances.items() if extra == least]
+    min_distance = min(distances.values(), default=0)
+    closest = [key for key, extra in distances.items() if extra == min_distance]
     if len({_index()[key] for key in closest}) != 1:
         return ()
     return _named(closest[0])

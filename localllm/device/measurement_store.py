@@ -123,11 +123,11 @@ class FigureFile:
         """
         return self.reliable(folder, machine) is None
 
-    def keep(self, folder: Path, machine: str, taken: Measurement) -> Figure:
+    def keep(self, folder: Path, machine: str, measurement: Measurement) -> Figure:
         """Cache the measurement for `machine` and return its figure: see `keep_all`."""
-        return self.keep_all(folder, {machine: taken})[machine]
+        return self.keep_all(folder, {machine: measurement})[machine]
 
-    def keep_all(self, folder: Path, taken: Mapping[str, Measurement]) -> dict[str, Figure]:
+    def keep_all(self, folder: Path, measurements: Mapping[str, Measurement]) -> dict[str, Figure]:
         """Cache the measurements for each machine and return the figures that now apply.
 
         A cache that cannot be written is no error: the figure is measured again later. A figure
@@ -136,23 +136,24 @@ class FigureFile:
         """
         known = json_store.read(folder / self.file_name)
         figures = {
-            machine: self._better(known, machine, measured) for machine, measured in taken.items()
+            machine: self._better(known, machine, measured)
+            for machine, measured in measurements.items()
         }
         json_store.keep(folder / self.file_name, known)
         return figures
 
-    def _better(self, known: dict[str, Any], machine: str, taken: Measurement) -> Figure:
+    def _better(self, known: dict[str, Any], machine: str, measurement: Measurement) -> Figure:
         """Return the figure that applies to `machine` from now on, and update `known`."""
-        kept = self._figure(known.get(machine))
+        stored = self._figure(known.get(machine))
         tries = _tries(known.get(machine))
-        figure = taken.figure
-        if kept is not None and kept.value > figure.value:
-            if taken.busy and not tries:
-                return kept
+        figure = measurement.figure
+        if stored is not None and stored.value > figure.value:
+            if measurement.busy and not tries:
+                return stored
             if tries:
-                figure = kept
+                figure = stored
         entry = {"value": figure.value, "source": figure.source}
-        if taken.busy:
+        if measurement.busy:
             entry["tries"] = tries + 1
         known[machine] = entry
         return figure

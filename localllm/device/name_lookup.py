@@ -75,7 +75,7 @@ def _resolved(name: str, memory_gb: float | None, bandwidth_gbps: float | None) 
         own = _own_size(rows, part, computer)
         chosen, gb, findings = _choose(rows, part, own, memory_gb)
         used.append(chosen)
-        one = simulate(
+        device = simulate(
             chosen,
             gb,
             findings,
@@ -83,12 +83,12 @@ def _resolved(name: str, memory_gb: float | None, bandwidth_gbps: float | None) 
             bandwidth_gbps=bandwidth_gbps,
             ram=computer.ram if chosen.kind == "unified" else NO_RAM,
         )
-        if part.count > 1 and one.kind != "discrete":
+        if part.count > 1 and device.kind != "discrete":
             raise UsageError(
-                f"{one.name} is a complete machine, but this command plans for a single one",
+                f"{device.name} is a complete machine, but this command plans for a single one",
                 hint=f'for connected machines: localllm recommend --device "{name}" --link 10gbe',
             )
-        devices += [one] * part.count
+        devices += [device] * part.count
     findings = _unused(name, used, computer)
     found = with_host(together(_without_graphics(devices, computer)), computer)
     return replace(found, findings=(*computer.findings, *findings, *found.findings))
@@ -360,14 +360,14 @@ def _without_disk(rows: Sequence[DeviceRow], part: Typed, computer: Computer) ->
         largest = max(sold, default=_MAX_MEMORY)
         # A machine that is sold with only one memory size has that size.
         is_fixed = row.vendor.startswith("NVIDIA") and len(sold) == 1
-    kept = []
+    sizes = []
     for size in part.sizes_gb:
         if size > largest and (is_fixed or size in _DISKS):
             message = f"{size:g} GB is assumed to be the disk: no {row.name} has so much memory"
             computer.findings.append(Finding("info", message))
         else:
-            kept.append(size)
-    return replace(part, sizes_gb=tuple(kept))
+            sizes.append(size)
+    return replace(part, sizes_gb=tuple(sizes))
 
 
 def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> float | None:
@@ -436,11 +436,11 @@ def _choose(
         findings.append(Finding("info", message))
     sizes = ", ".join(f"{size:g}" for size in row.memory_gb)
     if wanted is None:
-        taken = max(row.memory_gb, default=None)
+        largest_gb = max(row.memory_gb, default=None)
         if len(row.memory_gb) > 1:
-            message = f"assumed {taken:g} GB; it is sold with {sizes} GB"
+            message = f"assumed {largest_gb:g} GB; it is sold with {sizes} GB"
             findings.append(Finding("info", message, "--memory GB"))
-        return row, taken, findings
+        return row, largest_gb, findings
     if row.memory_gb and wanted not in row.memory_gb and memory_gb is None:
         message = f"{row.name} is listed with {sizes} GB, not {wanted:g}; the typed size is used"
         findings.append(Finding("warning", message))

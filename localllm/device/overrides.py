@@ -48,12 +48,12 @@ def _with_headroom(device: Device, pool: Memory, headroom_gb: float) -> Memory:
         raise UsageError(
             f"--headroom {headroom_gb:g} leaves no memory of {pool.total_bytes / 1e9:.1f} GB"
         )
-    kept = keeping(pool, int(headroom_gb * 1e9), others_bytes=pool.others_bytes)
+    changed = keeping(pool, int(headroom_gb * 1e9), others_bytes=pool.others_bytes)
     if device.accelerator != "metal":
-        return kept
+        return changed
     # macOS decides how much the GPU gets, so the limit is never raised.
-    limit = min(pool.limit_bytes, kept.limit_bytes)
-    return replace(kept, limit_bytes=limit, available_bytes=min(kept.available_bytes, limit))
+    limit = min(pool.limit_bytes, changed.limit_bytes)
+    return replace(changed, limit_bytes=limit, available_bytes=min(changed.available_bytes, limit))
 
 
 def _keeping_of_cards(device: Device, headroom_gb: float) -> Device:

@@ -275,9 +275,9 @@ def bandwidth_of_similar(vendor: str, architecture: str, memory_bytes: int) -> F
 
     nearest = min(off(row) for row in cards)
     found = [row.bandwidth().value for row in cards if off(row) <= nearest + _MEMORY_TOLERANCE]
-    least = min(found)
-    source = f"cards of this size have {least:g} to {max(found):g} GB/s"
-    return Figure(least, "assumed", source)
+    lowest = min(found)
+    source = f"cards of this size have {lowest:g} to {max(found):g} GB/s"
+    return Figure(lowest, "assumed", source)
 
 
 def slowest(found: Iterable[DeviceRow]) -> Figure:

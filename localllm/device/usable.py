@@ -142,8 +142,8 @@ def mac_default(memory_bytes: int) -> int:
     return int(memory_bytes * share)
 
 
-# (GiB of RAM, share of it that macOS 26 and 27 give the GPU): Metal's own figures of an M2, an M4, an
-# M5 and an M5 Max. The share between them is interpolated.
+# (GiB of RAM, share of it that macOS 26 and 27 give the GPU): Metal's own figures of an M2, an M4,
+# an M5 and an M5 Max. The share between them is interpolated.
 _MAC_SHARES = ((8, 2 / 3), (16, 0.74), (32, 0.78), (128, 0.84))
 
 
@@ -223,10 +223,10 @@ def limited_to_seen(memory: Memory, ram: Memory, total_bytes: int, source: str) 
     free = memory.carve_out_bytes
     if 0 < total_bytes <= carve_out and free:
         return _carve_out(total_bytes, min(free, total_bytes), ram, source)
-    most = memory.limit_bytes
+    limit_bytes = memory.limit_bytes
     if carve_out > 0:
-        most = free + ram.limit_bytes
-    limit = min(total_bytes, most)
+        limit_bytes = free + ram.limit_bytes
+    limit = min(total_bytes, limit_bytes)
     if limit == memory.limit_bytes:
         return memory
     others = ram.others_bytes

@@ -375,8 +375,8 @@ class Failure:
 
 def prompt_too_long(request_id: str, n_tokens: int, n_ctx: int) -> Failure:
     """The end of a request whose prompt does not fit into the context."""
-    said = f"the prompt has {n_tokens} tokens and the served context is {n_ctx}"
-    return Failure(request_id, "context_length_exceeded", said, counts=(n_tokens, n_ctx))
+    message = f"the prompt has {n_tokens} tokens and the served context is {n_ctx}"
+    return Failure(request_id, "context_length_exceeded", message, counts=(n_tokens, n_ctx))
 
 
 Event: TypeAlias = Queued | Prefill | Text | Finish | Failure
@@ -392,12 +392,12 @@ def _from_json(kind: Any, value: Any) -> Any:
     kinds = get_args(kind)
     if hasattr(kind, "__dataclass_fields__") and value is not None:
         hints = _hints(kind)
-        return kind(**{name: _from_json(hints[name], given) for name, given in value.items()})
+        return kind(**{name: _from_json(hints[name], entry) for name, entry in value.items()})
     if get_origin(kind) is tuple:
         each = kinds[:1] * len(value) if kinds[-1] is ... else kinds
         return tuple(map(_from_json, each, value))
     if get_origin(kind) is dict:
-        return {kinds[0](key): _from_json(kinds[1], given) for key, given in value.items()}
+        return {kinds[0](key): _from_json(kinds[1], entry) for key, entry in value.items()}
     # This is `X | None`. The only other union, `str | list[int]`, is the same in JSON.
     if type(None) in kinds and value is not None:
         return _from_json(kinds[0], value)

@@ -44,7 +44,7 @@ def on_deep_stack(grammar: str, work: Callable[[], Made]) -> Made:
         with _LOCK:
             before = threading.stack_size(_STACK_BYTES)
             try:
-                made = pool.submit(work)
+                future = pool.submit(work)
             finally:
                 threading.stack_size(before)
-        return made.result()
+        return future.result()

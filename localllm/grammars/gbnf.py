@@ -90,9 +90,9 @@ class _GbnfReader:
                 raise ValueError(f"it has no rule with the name {name}")
         return self._rules
 
-    def _wrong(self, what: str) -> ValueError:
+    def _wrong(self, problem: str) -> ValueError:
         line = self._text.count("\n", 0, self._at) + 1
-        return ValueError(f"{what} in line {line}, at {self._text[self._at : self._at + 20]!r}")
+        return ValueError(f"{problem} in line {line}, at {self._text[self._at : self._at + 20]!r}")
 
     def _end_rule(self) -> None:
         if self._name:
@@ -180,13 +180,13 @@ class _GbnfReader:
     def _repeat(self, found: re.Match[str]) -> None:
         if self._item is None:
             raise self._wrong("nothing to repeat")
-        least, comma, most = found.groups()[-4:-1]
+        minimum, comma, maximum = found.groups()[-4:-1]
         low, high = _SIGNS.get(found[0], (0, None))
-        if least is not None:
-            low = int(least)
+        if minimum is not None:
+            low = int(minimum)
             high = None
-            if most or not comma:
-                high = int(most or least)
+            if maximum or not comma:
+                high = int(maximum or minimum)
         if max(low, high or 0) > _MAX_REPEATS or (high is not None and high < low):
             raise self._wrong("too many repetitions, or the maximum is below the minimum")
         if high == 0:
@@ -270,8 +270,8 @@ def _runs(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
                 yield pieces[first : last + 1]
 
 
-def _never_both(one: str, other: str) -> bool:
+def _never_both(first: str, second: str) -> bool:
     """True if no text matches both expressions."""
-    patterns = [{"pattern": f"^(?:{expression})$"} for expression in (one, other)]
+    patterns = [{"pattern": f"^(?:{expression})$"} for expression in (first, second)]
     schema = {"type": "string", "allOf": patterns}
     return UNSATISFIABLE in check_schema(json.dumps(schema)).error

@@ -51,19 +51,19 @@ def convert_schema(schema: Any) -> dict[str, Any]:
     """
     refused: set[str] = set()
     try:
-        kept = convert_node(schema, refused)
+        converted = convert_node(schema, refused)
     except RecursionError as e:
         raise UnsupportedError("the json_schema can't be enforced: it is nested too deeply") from e
     refused -= NOT_COMPARED
     if refused:
         reasons = ", ".join(f"{word} is {rejection_reason(word)}" for word in sorted(refused))
         raise UnsupportedError(f"the json_schema can't be enforced: {reasons}")
-    if isinstance(kept, bool):
-        kept = {"allOf": [kept]}
+    if isinstance(converted, bool):
+        converted = {"allOf": [converted]}
     options: dict[str, Any] = {"whitespace_pattern": SPACE}
-    if isinstance(kept.get(_OPTIONS), dict):
-        options |= kept[_OPTIONS]
-    return {**kept, _OPTIONS: options}
+    if isinstance(converted.get(_OPTIONS), dict):
+        options |= converted[_OPTIONS]
+    return {**converted, _OPTIONS: options}
 
 
 def without_effect(text: str) -> tuple[str, ...]:
@@ -141,7 +141,9 @@ def documents(schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     Each is a document of its own, so its internal references (`#/$defs/…`) keep their targets.
     """
     # draft 4 uses `id`, later drafts `$id`
-    return {"$defs": {name: {**one, "$id": name, "id": name} for name, one in schemas.items()}}
+    return {
+        "$defs": {name: {**schema, "$id": name, "id": name} for name, schema in schemas.items()}
+    }
 
 
 def _embeddable(text: str) -> Any:

@@ -101,12 +101,12 @@ def check_schema(schema: str) -> GrammarCheck:
         return result
 
     try:
-        wrong, said = on_deep_stack(schema, validate)
+        wrong, message = on_deep_stack(schema, validate)
     except (UnsupportedError, ValueError) as e:
         return GrammarCheck(str(e))
     if wrong:
-        return GrammarCheck(said[0])
-    return GrammarCheck("", tuple(said))
+        return GrammarCheck(message[0])
+    return GrammarCheck("", tuple(message))
 
 
 def why_stuck(message: str) -> str:

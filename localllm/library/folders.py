@@ -104,7 +104,7 @@ def ggufs(
         projector = _own_projector(name, weights, projectors, partial, one_repo=bool(repo))
         quant = names.quant_of(file.name) or names.quant_of(name)
         companions = tuple(other for other in others if other[1] != projector)
-        held = tuple(weights[part] for part in parts)
+        part_files = tuple(weights[part] for part in parts)
         found.append(
             LocalModel(
                 names.shown(names.stem_of(name)),
@@ -114,10 +114,10 @@ def ggufs(
                 quant,
                 origin,
                 repo,
-                held,
+                part_files,
                 projector,
                 companions,
-                _fault(held, partial),
+                _fault(part_files, partial),
                 _fault((projector,), partial),
             )
         )

@@ -87,12 +87,12 @@ def scan(cache: Path, origin: Origin = "hf-cache") -> list[LocalModel]:
     """
     found: list[LocalModel] = []
     for repo, folder in repos(cache):
-        seen: set[str] = set()
+        seen_keys: set[str] = set()
         for snapshot in snapshots(folder):
             for model in models_of(snapshot, repo, origin):
                 key = str(model.path.relative_to(snapshot))
-                if key not in seen:
-                    seen.add(key)
+                if key not in seen_keys:
+                    seen_keys.add(key)
                     found.append(model)
     return found
 

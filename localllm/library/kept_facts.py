@@ -34,8 +34,8 @@ class KeptFacts:
     def add(self, facts: dict[str, Any]) -> None:
         """Keep these facts. Disk errors are ignored, because facts can be found again."""
         with self._lock:
-            kept = {**self.facts(), **facts}
-            json_store.keep(self.path, dict(list(kept.items())[-_MAX_KEPT:]))
+            all_facts = {**self.facts(), **facts}
+            json_store.keep(self.path, dict(list(all_facts.items())[-_MAX_KEPT:]))
 
 
 def key_of(file: Path) -> str:

@@ -86,15 +86,16 @@ class HttpSource(ByteSource):
                 f"{self.name} does not answer range requests (status {response.status_code})",
                 "download the file and give its path",
             )
-        given = response.headers.get("Content-Range", "")
-        match = _CONTENT_RANGE.fullmatch(given)
+        content_range = response.headers.get("Content-Range", "")
+        match = _CONTENT_RANGE.fullmatch(content_range)
         first = last = total = -1
         if match is not None:
             first, last, total = map(int, match.groups())
         if first != offset or last >= total or last != min(offset + length, total) - 1:
             span_text = f"{length} bytes at {offset}"
             raise SourceError(
-                f"{self.name} answered {given[:60] or 'no range'} when asked for {span_text}"
+                f"{self.name} answered {content_range[:60] or 'no range'} "
+                f"when asked for {span_text}"
             )
         etag = response.headers.get("ETag", "")
         if self.size and (total != self.size or (etag and self._etag and etag != self._etag)):

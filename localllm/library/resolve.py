@@ -68,8 +68,8 @@ def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:
         return [*match.models]
     # A path into a store returns the store's model, which also has e.g. a published hash.
     path = match.models[0].path.resolve()
-    kept = [model for model in installed.models if model.path.resolve() == path]
-    return kept[:1] or [*match.models]
+    matching = [model for model in installed.models if model.path.resolve() == path]
+    return matching[:1] or [*match.models]
 
 
 def _match(ref: str, installed: InstalledNames) -> NameMatch[LocalModel]:

@@ -215,8 +215,10 @@ class Fetch:
             match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
             total = str(self._file.size_bytes)
             if match is None or int(match[1]) != self._have or match[3] not in (total, "*"):
-                given = response.headers.get("Content-Range", "nothing")[:60]
-                raise HubUnreachableError(f"the server sent another range than requested ({given})")
+                content_range = response.headers.get("Content-Range", "nothing")[:60]
+                raise HubUnreachableError(
+                    f"the server sent another range than requested ({content_range})"
+                )
             return
         length = response.headers.get("Content-Length")
         if length is not None and length != str(self._file.size_bytes):

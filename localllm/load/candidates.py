@@ -142,9 +142,9 @@ def best_variant(model: Model) -> Variant:
         )
     fitting = [p for p in plans if p.fits != "no"]
     if not fitting:
-        least = min(p.memory.total_bytes for p in plans)
+        min_bytes = min(p.memory.total_bytes for p in plans)
         raise DoesNotFitError(
-            f"{model.name} needs at least {least / 1e9:.1f} GB, but this machine has "
+            f"{model.name} needs at least {min_bytes / 1e9:.1f} GB, but this machine has "
             f"{plans[0].memory.limit_bytes / 1e9:.1f} GB usable",
             hint="give a variant to download it anyway: localllm pull "
             f"{model.id}:{plans[0].variant.quant}",
@@ -201,12 +201,12 @@ def _readers(
 
 def media_readers(models: Sequence[Model], wanted: Overrides) -> tuple[Model, ...]:
     """Keep the models and variants that read the media that are wanted."""
-    kept = tuple(models)
+    readers = tuple(models)
     if wanted.sees:
-        kept = image_readers(kept)
+        readers = image_readers(readers)
     if wanted.hears:
-        kept = audio_readers(kept)
-    return kept
+        readers = audio_readers(readers)
+    return readers
 
 
 def projector_facts(plan: Plan) -> str:

@@ -177,8 +177,8 @@ def _device_with(device: Device, released_bytes: int, ran_out: Plan | None) -> D
     if released_bytes:
         device = with_released_bytes(device, released_bytes)
     if ran_out is not None:
-        most = _RETRY_SHARE * min(ran_out.memory.total_bytes, device.usable_bytes)
-        device = with_share(device, most / device.usable_bytes)
+        max_bytes = _RETRY_SHARE * min(ran_out.memory.total_bytes, device.usable_bytes)
+        device = with_share(device, max_bytes / device.usable_bytes)
     return device
 
 
@@ -304,9 +304,9 @@ class _MemoryFit:
 
 def _pooled_plan(local: LocalModel, settings: Settings, *, ranks: bool) -> LoadPlan:
     if settings.value("lora"):
-        made = "scores" if ranks else "embeddings"
+        output = "scores" if ranks else "embeddings"
         raise UnsupportedError(
-            f"{local.name} generates {made}, but adapters work only with text models",
+            f"{local.name} generates {output}, but adapters work only with text models",
             hint="set `lora` in the table of the adapter's model",
         )
     planned_bytes = _MemoryFit(local, None, settings).takes(None) + _EMBEDDING_BUFFERS_BYTES

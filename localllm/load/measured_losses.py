@@ -47,8 +47,8 @@ def keep_loss(loss: MeasuredLoss) -> bool:
         return False
     name = loss.model, loss.quant
     others = [other for other in read_losses() if (other.model, other.quant) != name]
-    kept = [*others[-(_MAX_LOSSES - 1) :], loss]
-    json_store.write(losses_file(), {"losses": [asdict(one) for one in kept]})
+    losses = [*others[-(_MAX_LOSSES - 1) :], loss]
+    json_store.write(losses_file(), {"losses": [asdict(entry) for entry in losses]})
     return True
 
 

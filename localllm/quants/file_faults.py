@@ -53,10 +53,10 @@ def own_faults(header: GgufHeader, quant: str) -> list[Fault]:
     bits = sum(n * quants.GGUF_TYPES[name].bits for name, n in weights.items()) / total
     if bits >= _MIN_BITS_SHARE * stated:
         return []
-    most = max(weights, key=weights.__getitem__)
+    most_common = max(weights, key=weights.__getitem__)
     text = (
         f"its name states {quant}, which has at least {stated:.3g} bits a weight, but it has "
-        f"{bits:.3g}: most of its weights are {most}"
+        f"{bits:.3g}: most of its weights are {most_common}"
     )
     return [Fault("quant", text)]
 

@@ -32,7 +32,7 @@ _SPARE_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class QuantWish:
+class QuantRequest:
     """A quant that a user asks for.
 
     `quant`: its name ("Q4_K_M"). `target`: path of the result. `imatrix`: its importance matrix.
@@ -44,63 +44,66 @@ class QuantWish:
     imatrix: Path | None = None
 
 
-def make_quant(wish: QuantWish, on_progress: Callable[[DownloadProgress], None]) -> float:
+def make_quant(request: QuantRequest, on_progress: Callable[[DownloadProgress], None]) -> float:
     """Write the quant to `wish.target`, whole or not at all. Returns the seconds that it took.
 
     Raises DoesNotFitError, BackendMissingError, or BackendError with the engine's reason.
     """
-    local = wish.source.local
+    local = request.source.local
     engine = registry.running(local.format)
     missing = registry.backends()[engine.name].available()
     if missing is not None:
         raise BackendMissingError(missing)
-    check_before_load(f"quantising {local.name}", wish.source.working_bytes)
+    check_before_load(f"quantising {local.name}", request.source.working_bytes)
     started_s = time.monotonic()
-    partial = wish.target.with_name(f".{wish.target.name}.{os.getpid()}.partial")
+    partial = request.target.with_name(f".{request.target.name}.{os.getpid()}.partial")
     try:
-        wish.target.parent.mkdir(parents=True, exist_ok=True)
-        _write(engine.name, wish, partial, on_progress)
-        os.replace(partial, wish.target)
+        request.target.parent.mkdir(parents=True, exist_ok=True)
+        _write(engine.name, request, partial, on_progress)
+        os.replace(partial, request.target)
     except OSError as e:
         raise LocalLLMError(
-            f"{wish.target} can't be written: {e.strerror or e}",
+            f"{request.target} can't be written: {e.strerror or e}",
             hint="check the permissions of its folder, or give another path with --output",
         ) from e
     finally:
         _remove(partial)
         # Leave no empty folder if there is no result.
-        if wish.target.parent.parent == paths.quants_dir():
+        if request.target.parent.parent == paths.quants_dir():
             with suppress(OSError):
-                wish.target.parent.rmdir()
-    _link_projector(wish)
+                request.target.parent.rmdir()
+    _link_projector(request)
     return time.monotonic() - started_s
 
 
 def _write(
-    engine: str, wish: QuantWish, partial: Path, on_progress: Callable[[DownloadProgress], None]
+    engine: str,
+    request: QuantRequest,
+    partial: Path,
+    on_progress: Callable[[DownloadProgress], None],
 ) -> None:
-    order = {"engine": engine, **asdict(_order(wish, partial))}
+    order = {"engine": engine, **asdict(_order(request, partial))}
     meter = DownloadMeter(0, on_progress)
     with closing(BackendProgram("quantize_process", order)) as program:
         for message in program.messages(_PROGRESS_S):
             if "planned_bytes" in message:
-                meter.total_bytes = message["planned_bytes"] + wish.source.header_bytes
-                _check_disk(wish.target.parent, meter.total_bytes)
-            meter.report("quantising", wish.target.name, _written_bytes(partial))
+                meter.total_bytes = message["planned_bytes"] + request.source.header_bytes
+                _check_disk(request.target.parent, meter.total_bytes)
+            meter.report("quantising", request.target.name, _written_bytes(partial))
 
 
-def _order(wish: QuantWish, partial: Path) -> QuantizeOrder:
-    local = wish.source.local
+def _order(request: QuantRequest, partial: Path) -> QuantizeOrder:
+    local = request.source.local
     facts = {
         "quantize.source.file": local.path.name,
-        "quantize.source.type": wish.source.type_name,
+        "quantize.source.type": request.source.type_name,
         "quantize.source.bytes": str(local.size_bytes),
         "quantize.program": f"localllm {__version__}",
     }
     if local.repo:
         facts["quantize.source.repo"] = local.repo
-    imatrix = "" if wish.imatrix is None else str(wish.imatrix)
-    return QuantizeOrder(str(local.path), str(partial), wish.quant, imatrix, facts)
+    imatrix = "" if request.imatrix is None else str(request.imatrix)
+    return QuantizeOrder(str(local.path), str(partial), request.quant, imatrix, facts)
 
 
 def _check_disk(folder: Path, needs_bytes: int) -> None:
@@ -132,13 +135,13 @@ def _remove(partial: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _link_projector(wish: QuantWish) -> None:
+def _link_projector(request: QuantRequest) -> None:
     """Link the model's image projector into the folder of the result, so that it still reads
     images."""
-    projector = wish.source.local.mmproj
+    projector = request.source.local.mmproj
     if projector is None:
         return
-    link = wish.target.with_name(projector.name)
+    link = request.target.with_name(projector.name)
     # A link may exist, and some file systems have no links.
     with suppress(OSError):
         link.symlink_to(projector.resolve())

@@ -102,7 +102,7 @@ class Warming:
         self._kept[key] = entry
         while len(self._kept) > _MAX_KEPT:
             self._kept.pop(next(iter(self._kept)))
-        entries = [asdict(one) for one in self._kept.values()]
+        entries = [asdict(kept_entry) for kept_entry in self._kept.values()]
         await asyncio.to_thread(json_store.keep, kept_path(), {"instructions": entries})
 
     def stop(self) -> None:

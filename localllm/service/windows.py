@@ -78,8 +78,8 @@ class WindowsTasks:
 
     def state(self) -> State:
         """Read the state with PowerShell's ScheduledTasks."""
-        said = self._ask("powershell", "-NoProfile", "-NonInteractive", "-Command", _STATE_SCRIPT)
-        return parse_state(said)
+        output = self._ask("powershell", "-NoProfile", "-NonInteractive", "-Command", _STATE_SCRIPT)
+        return parse_state(output)
 
     def log_command(self, lines: int, follow: bool) -> list[str]:
         quoted = str(self.log_file).replace("'", "''")

@@ -146,15 +146,15 @@ def too_new(folder: Path, glibc: Version | None, macos: Version | None) -> str:
         if ".so" in file.name and glibc is not None:
             needs = glibc_of(file)
             if needs is not None and needs > glibc:
-                here = f"{glibc[0]}.{glibc[1]}"
-                told = f"{file.name} needs glibc {needs[0]}.{needs[1]}"
-                return f"{told}, and this system has {here}"
+                own_version = f"{glibc[0]}.{glibc[1]}"
+                message = f"{file.name} needs glibc {needs[0]}.{needs[1]}"
+                return f"{message}, and this system has {own_version}"
         if file.suffix == ".dylib" and macos is not None:
             needs = macos_of(file)
             if needs is not None and needs > macos:
-                here = f"{macos[0]}.{macos[1]}"
-                told = f"{file.name} needs macOS {needs[0]}.{needs[1]}"
-                return f"{told}, and this Mac has {here}"
+                own_version = f"{macos[0]}.{macos[1]}"
+                message = f"{file.name} needs macOS {needs[0]}.{needs[1]}"
+                return f"{message}, and this Mac has {own_version}"
     return ""
 
 

@@ -144,8 +144,8 @@ def compare(
         text = f"its tokens differ from the CPU's: {wrong}"
         return TrialVerdict(f"{text} (off by {worst:.3g} in logits)", devices)
     same = sum(gap == 0 for gap in gaps)
-    said = f"{same} of {len(gaps)} tokens as on the CPU, {speed(answer)}"
-    return TrialVerdict("", devices, said)
+    message = f"{same} of {len(gaps)} tokens as on the CPU, {speed(answer)}"
+    return TrialVerdict("", devices, message)
 
 
 def speed(answer: Mapping[str, Any]) -> str:

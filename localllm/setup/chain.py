@@ -33,10 +33,10 @@ def choose_build(
     Raises SetupError with the reason of each failure if no build works. The previous build then
     still runs.
     """
-    kept = [] if again else builds.listed()
+    installed = [] if again else builds.listed()
     usable_names = {builds.OWN}
     # Releases of llama.cpp have versions of their own.
-    usable_names |= {b.name for b in kept if b.version == host.version or b.libraries}
+    usable_names |= {b.name for b in installed if b.version == host.version or b.libraries}
     wanted = sorted([recipe, *recipe.otherwise], key=lambda made: made.name not in usable_names)
     failures: list[SetupError] = []
 
@@ -88,7 +88,7 @@ def _all_of(wanted: Sequence[BuildRecipe], failures: Sequence[SetupError]) -> Se
     if len(failures) == 1:
         return failures[0]
     causes = "; ".join(
-        f"{made.title}: {e.message}" for made, e in zip(wanted, failures, strict=True)
+        f"{recipe.title}: {e.message}" for recipe, e in zip(wanted, failures, strict=True)
     )
     return SetupError(f"no build for the accelerator works here: {causes}", hint=failures[0].hint)
 

@@ -54,9 +54,9 @@ def listed(environment: Mapping[str, str], configured: str) -> list[ListedEngine
     engines = [_own(why if name == builds.OWN else "")]
     for build in builds.listed():
         engines.append(_of_build(build, why if name == build.name else ""))
-    taken = {engine.folder for engine in engines}
+    folders_in_use = {engine.folder for engine in engines}
     for found_name, source, folder in installed(environment):
-        if str(folder) not in taken:
+        if str(folder) not in folders_in_use:
             used = why if name == found_name else ""
             engines.append(_engine(found_name, source, version_in(folder), folder, "", used))
     return engines

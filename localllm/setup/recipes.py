@@ -50,17 +50,17 @@ def recipes_for(
     missing = _why_not_preferred(device, host, preferred)
     backends = _best(device, host, None if missing else preferred)
     first = backends[0] if backends else "cpu"
-    made, refused = _in_turn(device, host, backends, preferred)
+    recipes, refused = _in_turn(device, host, backends, preferred)
     is_installed = first in host.own_backends and not cuda.needs_own_code(device)
     if first == "cpu" or is_installed:
-        made.insert(0, _installed_build(device, first))
-    if not made:
+        recipes.insert(0, _installed_build(device, first))
+    if not recipes:
         raise SetupError("; ".join(refused), hint=_SEE)
     if preferred is not None and missing:
         # A build that cannot run is not a choice, but the user should know about it.
         note = f"ROCm would be faster ({preferred.because}). {missing}"
-        made[0] = replace(made[0], notes=(*made[0].notes, note))
-    best = chain(*made)
+        recipes[0] = replace(recipes[0], notes=(*recipes[0].notes, note))
+    best = chain(*recipes)
     if first == "metal":
         return [best, _mlx(device, host)]
     return [best]
@@ -74,7 +74,7 @@ def _in_turn(
     If a backend before the last recipe is impossible, its reason becomes part of the next recipe's
     `because`.
     """
-    made: list[BuildRecipe] = []
+    recipes: list[BuildRecipe] = []
     refused: list[str] = []
     for backend in backends:
         try:
@@ -86,9 +86,9 @@ def _in_turn(
         if preferred is not None and preferred.backend == backend:
             reasons.append(preferred.because)
         refused = []
-        made.append(replace(found, because="; ".join(reasons), otherwise=()))
-        made += found.otherwise
-    return made, refused
+        recipes.append(replace(found, because="; ".join(reasons), otherwise=()))
+        recipes += found.otherwise
+    return recipes, refused
 
 
 def with_archives(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRecipe:
@@ -97,7 +97,7 @@ def with_archives(recipe: BuildRecipe, device: Device, host: BuildHost) -> Build
     If no archive can run on this machine, the compilation gives the reason. The CPU's build is
     compiled, since that is for exactly this processor.
     """
-    made: list[BuildRecipe] = []
+    with_urls: list[BuildRecipe] = []
     archives: set[str] = set()
     for candidate in (replace(recipe, otherwise=()), *recipe.otherwise):
         backend = candidate.backend
@@ -107,9 +107,9 @@ def with_archives(recipe: BuildRecipe, device: Device, host: BuildHost) -> Build
             if reason:
                 candidate = replace(candidate, because=f"{candidate.because}; {reason}")
             else:
-                made.append(_archive(backend, host))
-        made.append(candidate)
-    return chain(*made)
+                with_urls.append(_archive(backend, host))
+        with_urls.append(candidate)
+    return chain(*with_urls)
 
 
 def _archive(backend: str, host: BuildHost) -> BuildRecipe:
@@ -124,12 +124,14 @@ def of_release(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRec
 
     The release is part of its name, so the build does not replace others.
     """
-    made = recipe
+    changed = recipe
     if recipe.name == "own":
-        made = _RECIPES[recipe.backend](device, host)
-    others = tuple(of_release(other, device, host) for other in made.otherwise)
-    because = f"llama-cpp-python {host.version} was requested; {made.because}"
-    return replace(made, name=f"{made.name}-{host.version}", because=because, otherwise=others)
+        changed = _RECIPES[recipe.backend](device, host)
+    others = tuple(of_release(other, device, host) for other in changed.otherwise)
+    because = f"llama-cpp-python {host.version} was requested; {changed.because}"
+    return replace(
+        changed, name=f"{changed.name}-{host.version}", because=because, otherwise=others
+    )
 
 
 def of_llama_cpp(tag: str, device: Device, host: BuildHost, wanted: str = "") -> BuildRecipe:
@@ -172,13 +174,13 @@ def with_rpc(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
 
     Raises SetupError if its recipe does not compile and a C++ compiler would not be enough.
     """
-    made = _compiled(recipe, host)
-    name = recipe.backend if made.name == "own" else made.name
+    compiled = _compiled(recipe, host)
+    name = recipe.backend if compiled.name == "own" else compiled.name
     return replace(
-        made,
+        compiled,
         name=f"{name}-rpc",
         title=f"llama.cpp for {KINDS[recipe.backend].label} with RPC, compiled here",
-        steps=tuple(_plus_rpc(step) for step in made.steps),
+        steps=tuple(_plus_rpc(step) for step in compiled.steps),
         because="layers can run on other machines",
         otherwise=(),
     )
@@ -189,9 +191,9 @@ def _compiled(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
 
     If all are ready-made, return a new recipe that compiles from source.
     """
-    for made in (recipe, *recipe.otherwise):
-        if made.backend == recipe.backend and _compiles(made):
-            return made
+    for candidate in (recipe, *recipe.otherwise):
+        if candidate.backend == recipe.backend and _compiles(candidate):
+            return candidate
     flags = KINDS[recipe.backend].cmake
     if not flags:
         raise SetupError(

@@ -138,10 +138,10 @@ def choose(release: Release, backend: str, device: Device, host: BuildHost) -> t
     found = [named for named in map(_named, release.assets) if named is not None]
     system = _SYSTEMS[host.system]
     architecture = _ARCHITECTURES[host.architecture]
-    here = [n for n in found if (n.system, n.architecture) == (system, architecture)]
-    of_kind = [n for n in here if _drives(n, backend)]
+    for_system = [n for n in found if (n.system, n.architecture) == (system, architecture)]
+    of_kind = [n for n in for_system if _drives(n, backend)]
     if not of_kind:
-        there = ", ".join(sorted({n.kind for n in here})) or "nothing"
+        there = ", ".join(sorted({n.kind for n in for_system})) or "nothing"
         raise SetupError(
             f"llama.cpp {release.title} has no archive for {backend} on {host.system} "
             f"{host.architecture} (it has {there} for this system)",
@@ -165,9 +165,9 @@ def unfit(backend: str, device: Device, host: BuildHost) -> str:
     if host.architecture not in _ARCHITECTURES:
         return f"llama.cpp's releases have no archive for {host.architecture}"
     if host.system == "linux" and host.glibc is not None and host.glibc < _OLDEST_GLIBC:
-        here = cuda.dotted(host.glibc)
+        own_glibc = cuda.dotted(host.glibc)
         needs = cuda.dotted(_OLDEST_GLIBC)
-        return f"llama.cpp's archives need glibc {needs} or newer, and this system has {here}"
+        return f"llama.cpp's archives need glibc {needs} or newer, and this system has {own_glibc}"
     cards = cuda.capabilities(device)
     if backend == "cuda" and device.family == "Jetson" and cards and cards[0] < _FIRST_SERVER_CARD:
         return "llama.cpp's archives for CUDA have no code for this Jetson"
@@ -204,15 +204,18 @@ def _lacking(named: _Named, device: Device, host: BuildHost) -> str:
     needs = cuda.dotted(named.version)
     if named.kind == "cuda":
         if host.cuda_driver is not None and host.cuda_driver[0] < named.version[0]:
-            here = cuda.dotted(host.cuda_driver)
-            return f"the archive for CUDA {needs} needs a newer driver (this one has CUDA {here})"
+            own_version = cuda.dotted(host.cuda_driver)
+            return (
+                f"the archive for CUDA {needs} needs a newer driver (this one has "
+                f"CUDA {own_version})"
+            )
         cards = cuda.capabilities(device)
         if named.version[0] >= 13 and cards and cards[0] < _OLDEST_CUDA_13_CARD:
             return f"the archive for CUDA {needs} has no code for {cuda.dotted(cards[0])}"
     is_linux = host.system == "linux"
     if named.kind == "rocm" and is_linux and (host.rocm or named.version)[0] != named.version[0]:
-        here = cuda.dotted(host.rocm or named.version)
-        return f"the archive needs ROCm {needs}, and this system has {here}"
+        own_version = cuda.dotted(host.rocm or named.version)
+        return f"the archive needs ROCm {needs}, and this system has {own_version}"
     return ""
 
 

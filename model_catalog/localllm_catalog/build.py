@@ -190,11 +190,11 @@ def _image_tokens(raw: Mapping[str, Any]) -> ImageTokens | None:
     if "image_tokens" not in raw:
         return None
     facts = raw["image_tokens"]
-    least = int(facts["least"])
-    most = int(facts["most"])
-    if least > most:
-        raise BadCatalogError(f"an image can't have {least} to {most} tokens")
-    return ImageTokens(least, most, _number(facts, "side"))
+    min_tokens = int(facts["least"])
+    max_tokens = int(facts["most"])
+    if min_tokens > max_tokens:
+        raise BadCatalogError(f"an image can't have {min_tokens} to {max_tokens} tokens")
+    return ImageTokens(min_tokens, max_tokens, _number(facts, "side"))
 
 
 def _experts(raw: Mapping[str, Any]) -> Experts | None:
@@ -357,13 +357,13 @@ def build_layers(raw: Mapping[str, Any]) -> tuple[Layer, ...]:
     experts = raw.get("experts")
     shared_from = n_layers - int(raw.get("shared_kv_layers", 0))
     dense_until = int(experts.get("dense_layers", 0)) if experts else n_layers
-    made: dict[tuple[str, bool, bool], Layer] = {}
+    layers_by_kind: dict[tuple[str, bool, bool], Layer] = {}
     layers = []
     for index, word in enumerate(expand_pattern(raw.get("pattern", ["full"]), n_layers)):
         key = (word, index >= shared_from, index < dense_until)
-        if key not in made:
-            made[key] = _layer(raw, *key)
-        layers.append(made[key])
+        if key not in layers_by_kind:
+            layers_by_kind[key] = _layer(raw, *key)
+        layers.append(layers_by_kind[key])
     return tuple(layers)
 
 
@@ -376,10 +376,10 @@ def _listed(rows: list[dict[str, Any]], n_layers: int) -> tuple[Layer, ...]:
     return layers
 
 
-def _repeated(rows: list[dict[str, Any]], most: int) -> Iterator[Layer]:
+def _repeated(rows: list[dict[str, Any]], max_times: int) -> Iterator[Layer]:
     for row in rows:
         if "layers" in row:
-            ones = list(islice(_repeated(row["layers"], most), most))
+            ones = list(islice(_repeated(row["layers"], max_times), max_times))
         else:
             ones = [layer_of({key: value for key, value in row.items() if key != "times"})]
         for _ in range(row["times"] if ones else 0):

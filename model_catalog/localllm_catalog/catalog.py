@@ -177,11 +177,11 @@ def _check_values(table: Mapping[str, Any], where: str) -> None:
         if key in _TEXT and not isinstance(value, str):
             raise BadCatalogError(f"{where}: {key} is {value!r}, not text")
         if isinstance(value, int | float) and not isinstance(value, bool):
-            least = int(key in _POSITIVE_FIELDS)
-            most = _MAX_LAYERS if key == "layers" else _MAX_COUNT
-            if not least <= value <= most:
+            minimum = int(key in _POSITIVE_FIELDS)
+            maximum = _MAX_LAYERS if key == "layers" else _MAX_COUNT
+            if not minimum <= value <= maximum:
                 raise BadCatalogError(
-                    f"{where}: {key} is {value}, not a number from {least} to {most:,}"
+                    f"{where}: {key} is {value}, not a number from {minimum} to {maximum:,}"
                 )
         parts = value if isinstance(value, list) else [value]
         for part in parts:

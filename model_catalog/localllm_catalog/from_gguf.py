@@ -290,13 +290,13 @@ def describe(layers: tuple[Layer, ...], experts: Experts | None) -> str:
     -swa if it applies."""
     mixers = [layer.mixer for layer in layers]
     words = []
-    if any(one.is_recurrent for one in mixers):
+    if any(mixer.is_recurrent for mixer in mixers):
         words.append("hybrid")
     if experts is not None:
         words.append("moe")
     word = "-".join(words) or "dense"
-    if any(one.heads_share_row for one in mixers):
+    if any(mixer.heads_share_row for mixer in mixers):
         word += "-mla"
-    if any(one.is_bounded for one in mixers):
+    if any(mixer.is_bounded for mixer in mixers):
         word += "-swa"
     return word

@@ -190,12 +190,14 @@ def split_names(name: str, count: int) -> list[str]:
     return parts
 
 
-def _read_splits(source: str, given: GgufHeader, count: int, open_source: OpenSource) -> GgufHeader:
+def _read_splits(
+    source: str, first_header: GgufHeader, count: int, open_source: OpenSource
+) -> GgufHeader:
     own_name = re.split(r"[/\\]", source)[-1]
     names = [source.removesuffix(own_name) + sibling for sibling in split_names(own_name, count)]
     parts = []
     for index, name in enumerate(names):
-        part = given if name == source else _read_one(open_source(name))
+        part = first_header if name == source else _read_one(open_source(name))
         if part.integer("split.no") != index or part.integer("split.count", 1) != count:
             raise BadHeaderError(f"{name} is not split {index + 1} of {count}", "download it again")
         parts.append(part)
@@ -249,9 +251,9 @@ class _Cursor:
 
     def too_long(self, subject: str) -> BadHeaderError:
         if self.limit < self.source.size:
-            most = f"{MAX_HEADER_BYTES >> 20} MiB"
+            limit = f"{MAX_HEADER_BYTES >> 20} MiB"
             return BadHeaderError(
-                f"{subject} extends past the first {most}, further than any real header"
+                f"{subject} extends past the first {limit}, further than any real header"
             )
         return PartialFileError(
             f"{subject} extends past the end of the file ({self.source.size} bytes)",
@@ -264,11 +266,11 @@ class _Cursor:
         if count * each > self.limit - self.position:
             raise self.too_long(f"{count} {subject}")
 
-    def count(self, count: int, subject: str, most: int) -> None:
-        """Raise an error if the whole header has more than `most` of an item."""
+    def count(self, count: int, subject: str, maximum: int) -> None:
+        """Raise an error if the whole header has more than `maximum` of an item."""
         self._counted[subject] += count
-        if self._counted[subject] > most:
-            raise BadHeaderError(f"the metadata holds more than {most:,} {subject}")
+        if self._counted[subject] > maximum:
+            raise BadHeaderError(f"the metadata holds more than {maximum:,} {subject}")
 
     def take(self, count: int, subject: str) -> bytes:
         """Return the next `count` bytes."""

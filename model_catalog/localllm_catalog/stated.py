@@ -44,18 +44,18 @@ def sampling_over(first: SamplingDefaults, second: SamplingDefaults) -> Sampling
 
 
 def _bounded(named: Mapping[str, Any], source: str) -> SamplingDefaults:
-    kept: dict[str, Any] = {}
+    valid: dict[str, Any] = {}
     for name, value in named.items():
-        _, _, least, most = _STATED[name]
-        if not _is_number(value) or not least <= value <= most:
+        _, _, minimum, maximum = _STATED[name]
+        if not _is_number(value) or not minimum <= value <= maximum:
             continue
         if name != "top_k":
             # A header holds 32-bit floats: 0.6 is read as 0.6000000238 and means 0.6.
-            kept[name] = round(float(value), 6)
+            valid[name] = round(float(value), 6)
         elif value == int(value):
-            kept[name] = int(value)
-    if kept:
-        return SamplingDefaults(**kept, source=source)
+            valid[name] = int(value)
+    if valid:
+        return SamplingDefaults(**valid, source=source)
     return SamplingDefaults()
 
 

@@ -88,12 +88,12 @@ class McpHost:
             if program is None:
                 raise FileNotFoundError(f"there is no program {self.command}")
             relay = [sys.executable, "-I", mcp_relay.__file__]
-            given = StdioServerParameters(
+            parameters = StdioServerParameters(
                 command=relay[0], args=[*relay[1:], program, *self.args], env=dict(self.env) or None
             )
             with tempfile.TemporaryFile() as self._errors:
                 try:
-                    await self._talk(given, ready)
+                    await self._talk(parameters, ready)
                 finally:
                     self._read_errors()
         except Exception as e:
@@ -102,11 +102,11 @@ class McpHost:
         finally:
             self._session = self._errors = None
 
-    async def _talk(self, given: Any, ready: asyncio.Future[Sequence[ToolSpec]]) -> None:
+    async def _talk(self, parameters: Any, ready: asyncio.Future[Sequence[ToolSpec]]) -> None:
         from mcp import ClientSession, stdio_client
 
         async with (
-            stdio_client(given, errlog=self._errors) as (read, write),
+            stdio_client(parameters, errlog=self._errors) as (read, write),
             ClientSession(read, write) as session,
         ):
             await session.initialize()

@@ -43,14 +43,14 @@ def relay(words: list[str]) -> int:
     return code
 
 
-def _keep_end(pipe: IO[bytes], kept: bytearray) -> None:
+def _keep_end(pipe: IO[bytes], end: bytearray) -> None:
     """Read `pipe` to its end, and keep its last bytes."""
     while True:
         piece = pipe.read1(_MAX_ERROR_BYTES)  # type: ignore[attr-defined]
         if not piece:
             return
-        kept += piece
-        del kept[:-_MAX_ERROR_BYTES]
+        end += piece
+        del end[:-_MAX_ERROR_BYTES]
 
 
 if __name__ == "__main__":

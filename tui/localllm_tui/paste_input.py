@@ -60,7 +60,7 @@ class PasteParser(XTermParser):
             yield from self._feed_paste(data)
 
     def _feed_keys(self, data: str) -> Iterable[Message]:
-        seen = len(self._last_chars)
+        n_seen = len(self._last_chars)
         begin = (self._last_chars + data).find(_START)
         if begin < 0:
             self._last_chars = (self._last_chars + data)[1 - len(_START) :]
@@ -69,10 +69,10 @@ class PasteParser(XTermParser):
             return
         self._pasted = []
         self._last_chars = ""
-        after_mark = begin + len(_START) - seen
-        if begin > seen:
-            yield from super().feed(data[: begin - seen])
-        elif begin < seen and not self._gave_up:
+        after_mark = begin + len(_START) - n_seen
+        if begin > n_seen:
+            yield from super().feed(data[: begin - n_seen])
+        elif begin < n_seen and not self._gave_up:
             self._needs_end = True
             yield from super().feed(data[:after_mark])
         self._gave_up = False
@@ -84,9 +84,9 @@ class PasteParser(XTermParser):
         data = self._rest + data
         text, mark, keys = data.partition(_END)
         if not mark:
-            kept = max(0, len(data) - len(_END) + 1)
-            self._rest = data[kept:]
-            pasted.append(data[:kept])
+            n_pending = max(0, len(data) - len(_END) + 1)
+            self._rest = data[n_pending:]
+            pasted.append(data[:n_pending])
             return
         self._rest = ""
         self._pasted = None

@@ -126,11 +126,11 @@ def check_kv(llama: Any, model: Any, spec: LoadSpec, n_ctx: int) -> None:
     n_cells = -(-n_ctx // _CELLS) * _CELLS
     for device in accelerators(spec.placement.cards):
         for width, kind in caches:
-            most = _max_cells(device, ggml_type(kind), width, n_cells)
-            if most is not None:
+            max_cells = _max_cells(device, ggml_type(kind), width, n_cells)
+            if max_cells is not None:
                 raise OutOfMemoryError(
                     f"not enough memory for a context of {n_ctx} tokens: {device.name} supports "
-                    f"a KV cache of at most {most} tokens per layer ({kind}); use a smaller "
+                    f"a KV cache of at most {max_cells} tokens per layer ({kind}); use a smaller "
                     "context or a smaller KV type"
                 )
 

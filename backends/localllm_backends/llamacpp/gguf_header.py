@@ -41,8 +41,8 @@ class NativeHeader:
             raise LoadError(f"the header of {path.name!r} can't be read")
         weakref.finalize(self, bindings().gguf_free, self._file)
 
-    def _get(self, what: str, key: int) -> Any:
-        return getattr(bindings(), f"gguf_get_{what}")(self._file, key)
+    def _get(self, kind: str, key: int) -> Any:
+        return getattr(bindings(), f"gguf_get_{kind}")(self._file, key)
 
     def text(self, key: str) -> str:
         """Return a string value; "" if the key does not exist."""

@@ -119,17 +119,17 @@ class HugeWeights:
         libc = _libc()
         writable = _PROT_READ | _PROT_WRITE
         own = _MAP_PRIVATE | _MAP_ANONYMOUS
-        taken = libc.mmap(None, n_bytes + self._page, writable, own, -1, 0)
-        if taken == _FAILED:
+        buffer_address = libc.mmap(None, n_bytes + self._page, writable, own, -1, 0)
+        if buffer_address == _FAILED:
             return False
         # Unmap the parts before and after the aligned huge pages.
-        copy = -(-taken // self._page) * self._page
-        before = copy - taken
+        copy = -(-buffer_address // self._page) * self._page
+        before = copy - buffer_address
         tail = self._page - before
         if tail:
             libc.munmap(copy + n_bytes, tail)
         if before:
-            libc.munmap(taken, before)
+            libc.munmap(buffer_address, before)
         libc.madvise(copy, n_bytes, _MADV_HUGEPAGE)
         ctypes.memmove(copy, address, n_bytes)
         libc.mprotect(copy, n_bytes, _PROT_READ)

@@ -193,9 +193,9 @@ def _best_s(work: Callable[[], object]) -> float:
 
 
 def _context(freed: ExitStack) -> int:
-    made = bindings().ggml_init(bindings().ggml_init_params(_CONTEXT_BYTES, None, True))
-    freed.callback(bindings().ggml_free, made)
-    return int(made)
+    context = bindings().ggml_init(bindings().ggml_init_params(_CONTEXT_BYTES, None, True))
+    freed.callback(bindings().ggml_free, context)
+    return int(context)
 
 
 def _tensor(context: int, kind: int, *shape: int) -> int:

@@ -260,7 +260,7 @@ class Projector:
         `filled`: the bitmaps have their pixels or samples.
         """
         mtmd = self._mtmd
-        made: list[Any] = []
+        chunks: list[Any] = []
         n_media = 0
         with ExitStack() as freed:
             for part in parts:
@@ -268,19 +268,19 @@ class Projector:
                     data = part.encode("utf-8", "replace")
                     special = not isinstance(part, LiteralText)
                     text = mtmd.mtmd_input_text(data, len(data), False, special)
-                    made.append(mtmd.mtmd_input_part(ctypes.pointer(text), None))
+                    chunks.append(mtmd.mtmd_input_part(ctypes.pointer(text), None))
                     continue
                 bitmap = self._bitmap(part, filled=filled)
                 freed.callback(mtmd.mtmd_bitmap_free, bitmap)
                 mtmd.mtmd_bitmap_set_id(bitmap, str(n_media).encode())
                 n_media += 1
-                made.append(mtmd.mtmd_input_part(None, bitmap))
+                chunks.append(mtmd.mtmd_input_part(None, bitmap))
             native = mtmd.mtmd_input_chunks_init()
             freed.callback(mtmd.mtmd_input_chunks_free, native)
-            list_of_parts = ctypes.POINTER(mtmd.mtmd_input_part) * len(made)
-            pointers = list_of_parts(*(ctypes.pointer(part) for part in made))
+            list_of_parts = ctypes.POINTER(mtmd.mtmd_input_part) * len(chunks)
+            pointers = list_of_parts(*(ctypes.pointer(part) for part in chunks))
             code = mtmd.mtmd_tokenize_from_parts(
-                self._context, native, pointers, len(made), add_bos
+                self._context, native, pointers, len(chunks), add_bos
             )
             if code:
                 raise BackendFailure(f"the input could not be read: {log.reason(f'code {code}')}")

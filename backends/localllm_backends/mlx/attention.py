@@ -331,12 +331,12 @@ class Attention:
         rebuilt = []
         for i, like in enumerate(tail[0] if tail else self._planes or ()):
             rows, heads, _, width = like.shape
-            held = [pieces[i] for pieces in tail]
+            row_pieces = [pieces[i] for pieces in tail]
             if self._planes and n_kept:
-                held.insert(0, self._planes[i][..., :n_kept, :])
-            n_free = slots - sum(int(piece.shape[2]) for piece in held)
+                row_pieces.insert(0, self._planes[i][..., :n_kept, :])
+            n_free = slots - sum(int(piece.shape[2]) for piece in row_pieces)
             room = mx.zeros((rows, heads, n_free, width), dtype=like.dtype)
-            rebuilt.append(mx.concatenate([*held, room], axis=2))
+            rebuilt.append(mx.concatenate([*row_pieces, room], axis=2))
         self._planes = rebuilt
 
     def make_room(self, used: int, n: int) -> None:
@@ -348,10 +348,10 @@ class Attention:
 
     def drop_front(self, drops: Sequence[int]) -> None:
         """Cut `drops[i]` slots off the front of row i."""
-        kept = []
+        remaining = []
         for i, drop in enumerate(drops):
-            kept.append([plane[:, :, drop:] for plane in self.row(i)])
-        self.fill(kept)
+            remaining.append([plane[:, :, drop:] for plane in self.row(i)])
+        self.fill(remaining)
 
     def row(self, i: int) -> list[Any]:
         """Return the used slots of row `i`, as views."""

@@ -12,10 +12,10 @@ from localllm_backends.plain_files import check_plain_files
 
 def checkpoint_folder(path: str) -> Path:
     """Return the checkpoint's folder: `path` itself, or the folder of a .safetensors file."""
-    given = Path(path)
-    if given.suffix == ".safetensors" and given.is_file():
-        return given.parent
-    return given
+    folder = Path(path)
+    if folder.suffix == ".safetensors" and folder.is_file():
+        return folder.parent
+    return folder
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -97,6 +97,6 @@ def arrays_of(leaves: Iterable[Any]) -> list[Any]:
     """Return every array of `leaves`. A step is finished when all of them are computed."""
     found: list[Any] = []
     for leaf in leaves:
-        held = leaf.cache if isinstance(leaf, ArraysCache) else leaf.planes or ()
-        found.extend(a for a in held if a is not None)
+        arrays = leaf.cache if isinstance(leaf, ArraysCache) else leaf.planes or ()
+        found.extend(a for a in arrays if a is not None)
     return found

@@ -118,10 +118,12 @@ def _of_hostfile(path: Path) -> MachineRing:
         if path.exists() and not path.is_file():
             raise ValueError("it is not a file")
         read = json.loads(path.read_text(encoding="utf-8"))
-        given = read if isinstance(read, dict) else {"hosts": read}
-        machines = tuple(_machine_of(host, first=i == 0) for i, host in enumerate(given["hosts"]))
-        kind = str(given.get("backend") or "ring")
-        environment = tuple(str(e) for e in given.get("envs") or ())
+        hostfile = read if isinstance(read, dict) else {"hosts": read}
+        machines = tuple(
+            _machine_of(host, first=i == 0) for i, host in enumerate(hostfile["hosts"])
+        )
+        kind = str(hostfile.get("backend") or "ring")
+        environment = tuple(str(e) for e in hostfile.get("envs") or ())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise OtherMachineError(
             f"{path.name!r} is not a valid MLX hostfile ({type(e).__name__}: {e})", HINT
@@ -203,9 +205,9 @@ def ports_for(ring: MachineRing) -> list[int]:
     n = sum(len(m.addresses) for m in ring.machines)
     if any(m.ssh for m in ring.machines):
         return list(range(_FIRST_PORT, _FIRST_PORT + n))
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
-    found = [int(s.getsockname()[1]) for s in held]
-    for s in held:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
+    found = [int(s.getsockname()[1]) for s in sockets]
+    for s in sockets:
         s.close()
     return found
 

@@ -136,8 +136,8 @@ def _parameters(specs: Sequence[SampleSpec], n_vocab: int) -> Any:
     return mx.array(np.array(table, dtype=np.float32))
 
 
-def _power(n: int, least: int) -> int:
-    return max(least, 1 << max(0, n - 1).bit_length())
+def _power(n: int, minimum: int) -> int:
+    return max(minimum, 1 << max(0, n - 1).bit_length())
 
 
 def _filled(lists: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> list[Any]:
@@ -162,11 +162,11 @@ def _sparse(
 ) -> list[Any]:
     """Return sparse additions to the logits of each row, combined from several lists."""
     joined = []
-    for given in lists:
+    for pair in lists:
         # Start with an addition of zero, because lists are padded with their first element.
         all_ids = [np.zeros(1, dtype=np.int64)]
         all_amounts = [np.zeros(1, dtype=np.float32)]
-        for part in given:
+        for part in pair:
             if part is not None:
                 all_ids.append(part[0])
                 all_amounts.append(part[1])

@@ -193,8 +193,8 @@ class SequenceCache:
         batch.use_chain((*self.chain, SegmentPart(segment, n_moved)))
         batch.empty()
         if n_kept:
-            for leaf, kept in zip(leaves, rest, strict=True):
-                leaf.fill([kept])
+            for leaf, own_end in zip(leaves, rest, strict=True):
+                leaf.fill([own_end])
             mx.eval(arrays_of(leaves))
 
     def fork_into(self, other: SequenceCache, n_tokens: int) -> None:
@@ -431,8 +431,8 @@ class SequenceBatch:
         for window, rows in self.rows.items():
             leaves = [x for x in self.leaves if isinstance(x, Attention) and x.rows is rows]
             if window is not None and max(rows.used()) + n > leaves[0].slots:
-                kept = window - 1 + self.layout.slack
-                drops = [max(0, used - kept) for used in rows.used()]
+                n_kept = window - 1 + self.layout.slack
+                drops = [max(0, used - n_kept) for used in rows.used()]
                 if any(drops):
                     for leaf in leaves:
                         leaf.drop_front(drops)

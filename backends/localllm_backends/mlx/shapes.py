@@ -49,11 +49,11 @@ class Shapes:
         sequence."""
         token = seq = 0
         for leaf, arrays in zip(self.layout.leaves, self.leaves, strict=True):
-            held = sum(int(a.nbytes) for a in arrays)
+            held_bytes = sum(int(a.nbytes) for a in arrays)
             if leaf.n_arrays:
-                seq += held
+                seq += held_bytes
             elif leaf.window is None:
-                token += held // int(arrays[0].shape[2])
+                token += held_bytes // int(arrays[0].shape[2])
             else:
-                seq += held // int(arrays[0].shape[2]) * leaf.window
+                seq += held_bytes // int(arrays[0].shape[2]) * leaf.window
         return token, seq

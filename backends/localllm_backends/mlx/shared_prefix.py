@@ -106,13 +106,13 @@ def chain_tokens(chain: Chain) -> int:
 
 def cut_chain(chain: Chain, n_tokens: int) -> Chain:
     """Return the chain of the first `n_tokens`."""
-    kept: list[SegmentPart] = []
+    parts: list[SegmentPart] = []
     for part in chain:
         n = min(part.n_tokens, n_tokens)
         if n > 0:
-            kept.append(SegmentPart(part.segment, n))
+            parts.append(SegmentPart(part.segment, n))
         n_tokens -= n
-    return tuple(kept)
+    return tuple(parts)
 
 
 def chain_order(seq: Holder) -> list[tuple[int, int]]:

@@ -232,13 +232,13 @@ def _identity(folder: Path) -> dict[str, str]:
 
 def _check_same(follower: Follower, ours: Mapping[str, str]) -> None:
     theirs = follower.receive()[0]["is"]
-    for what, value in ours.items():
-        if theirs.get(what) != value:
+    for name, value in ours.items():
+        if theirs.get(name) != value:
             other = ""
-            if what != "the model's files":
-                other = f" ({theirs.get(what)} there, {value} here)"
+            if name != "the model's files":
+                other = f" ({theirs.get(name)} there, {value} here)"
             raise OtherMachineError(
-                f"{follower.machine.name} differs in {what}{other}: it must "
+                f"{follower.machine.name} differs in {name}{other}: it must "
                 "be equal on all machines",
                 HINT,
             )
@@ -249,10 +249,10 @@ def _join(order: Frame) -> Any:
 
     Raises OtherMachineError if the machines can't connect.
     """
-    with tempfile.TemporaryDirectory() as kept:
+    with tempfile.TemporaryDirectory() as folder:
         for name, text in order["files"].items():
-            (Path(kept) / name).write_text(text, encoding="utf-8")
-            os.environ[name] = str(Path(kept) / name)
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+            os.environ[name] = str(Path(folder) / name)
         os.environ.update(order["variables"])
         os.environ["MLX_RANK"] = str(order["rank"])
         try:

@@ -129,10 +129,10 @@ def image_buffer_bytes(config: Mapping[str, Any]) -> int:
     each = 2
     if config.get("torch_dtype", config.get("dtype")) == "float32":
         each = 4
-    held = each * ((heads + family.masks) * patches + rows)
+    n_elements = each * ((heads + family.masks) * patches + rows)
     frames = int(vision.get("temporal_patch_size", 1))
     pixels = 3 * 4 * frames * side**2
-    return int(patches * (held + pixels))
+    return int(patches * (n_elements + pixels))
 
 
 def _max_patches(config: Mapping[str, Any]) -> int:

@@ -127,9 +127,9 @@ class ImageEncoder:
             first = len(self._layout(inputs).before)
             ids = inputs.pop("input_ids")
             inputs["mask"] = inputs.pop("attention_mask", None)
-            made = self.tower.get_input_embeddings(ids, **inputs)
-            rows = made.inputs_embeds[0, first : first + run.n_tokens] / self._scale
-            parts = [rows, *(made.deepstack_visual_embeds or ())]
+            model_output = self.tower.get_input_embeddings(ids, **inputs)
+            rows = model_output.inputs_embeds[0, first : first + run.n_tokens] / self._scale
+            parts = [rows, *(model_output.deepstack_visual_embeds or ())]
             embeddings = mx.concatenate(parts, axis=-1).astype(mx.float32)
             return np.array(embeddings)
 
@@ -187,12 +187,14 @@ class ImageEncoder:
 def _processor(folder: Path, family: Family) -> Any:
     module = family.module
     try:
-        made = importlib.import_module(f"mlx_vlm.models.{module}.processing_{module}")
+        module_of_processor = importlib.import_module(
+            f"mlx_vlm.models.{module}.processing_{module}"
+        )
         with warnings.catch_warnings():
             # Warnings about an audio processor, which is not used.
             warnings.simplefilter("ignore")
             # Run no code from the checkpoint, and download no files.
-            processor = getattr(made, family.processor).from_pretrained(
+            processor = getattr(module_of_processor, family.processor).from_pretrained(
                 str(folder), trust_remote_code=False, local_files_only=True
             )
     except Exception as e:

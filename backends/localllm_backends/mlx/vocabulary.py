@@ -183,10 +183,10 @@ def _tokenizers(source: str) -> tuple[Any, Any]:
 
 def _kind(decoder: Any) -> str:
     """Return how a token's text represents bytes, from the tokenizer's decoder."""
-    said = json.dumps(decoder, ensure_ascii=False)
-    if '"ByteLevel"' in said:
+    decoder_text = json.dumps(decoder, ensure_ascii=False)
+    if '"ByteLevel"' in decoder_text:
         return "bytelevel"
-    if '"ByteFallback"' in said or '"Metaspace"' in said or _SPACE in said:
+    if '"ByteFallback"' in decoder_text or '"Metaspace"' in decoder_text or _SPACE in decoder_text:
         return "sentencepiece"
     return "plain"
 
@@ -197,18 +197,18 @@ def chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text("utf-8")
-    given = read_json(folder / "chat_template.json").get("chat_template") or settings.get(
+    template = read_json(folder / "chat_template.json").get("chat_template") or settings.get(
         "chat_template"
     )
-    if isinstance(given, list):
+    if isinstance(template, list):
         named = {
             t["name"]: t["template"]
-            for t in given
+            for t in template
             if isinstance(t, dict) and {"name", "template"} <= t.keys()
         }
-        given = named.get("default") or next(iter(named.values()), None)
-    if isinstance(given, str) and given:
-        return given
+        template = named.get("default") or next(iter(named.values()), None)
+    if isinstance(template, str) and template:
+        return template
     return None
 
 

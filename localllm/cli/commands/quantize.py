@@ -16,7 +16,7 @@ from localllm.cli.commands.shared import Json, Quiet, installed_names, print_jso
 if TYPE_CHECKING:
     from localllm.library.types import LocalModel
     from localllm.quants.larger_tensors import LargerTensors
-    from localllm.quants.make import QuantWish
+    from localllm.quants.make import QuantRequest
 
 # A list of more kinds of tensors is no help.
 _MAX_LISTED = 6
@@ -64,7 +64,7 @@ def quantize(
     """
     from localllm.cli.commands.pull import ProgressLine
     from localllm.library.resolve import resolve
-    from localllm.quants.make import QuantWish, make_quant
+    from localllm.quants.make import QuantRequest, make_quant
     from localllm.quants.source import check_exact, imatrix_for, read_source, target_of
 
     local = resolve(ref)
@@ -72,7 +72,7 @@ def quantize(
     quant = to.lower() if local.is_folder else to.upper()
     if not anyway:
         check_exact(source, quant)
-    wish = QuantWish(source, quant, target_of(local, quant, output), imatrix_for(local, imatrix))
+    wish = QuantRequest(source, quant, target_of(local, quant, output), imatrix_for(local, imatrix))
     if not quiet:
         _print_matrix(wish)
     meter = ProgressLine(io.StringIO() if quiet else sys.stderr)
@@ -88,12 +88,12 @@ def quantize(
     _print_result(wish, seconds, as_json=as_json, quiet=quiet)
 
 
-def _print_matrix(wish: QuantWish) -> None:
+def _print_matrix(wish: QuantRequest) -> None:
     if wish.imatrix is not None:
         print(f"importance matrix: {wish.imatrix}", file=sys.stderr)
 
 
-def _print_result(wish: QuantWish, seconds: float, *, as_json: bool, quiet: bool) -> None:
+def _print_result(wish: QuantRequest, seconds: float, *, as_json: bool, quiet: bool) -> None:
     from localllm.cli.commands.models_view import as_row
     from localllm.library import store
     from localllm.library.resolve import by_path
@@ -121,7 +121,7 @@ def _print_result(wish: QuantWish, seconds: float, *, as_json: bool, quiet: bool
     print(found.path)
 
 
-def _larger(wish: QuantWish, found: LocalModel) -> list[LargerTensors]:
+def _larger(wish: QuantRequest, found: LocalModel) -> list[LargerTensors]:
     from localllm.library.catalog import read_header
     from localllm.quants.larger_tensors import larger_tensors
 
@@ -131,7 +131,7 @@ def _larger(wish: QuantWish, found: LocalModel) -> list[LargerTensors]:
 
 
 def _print_facts(
-    wish: QuantWish,
+    wish: QuantRequest,
     found: LocalModel,
     larger: list[LargerTensors],
     seconds: float,

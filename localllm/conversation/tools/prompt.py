@@ -101,12 +101,12 @@ def narrowed(sent: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
         if isinstance(tool, Mapping) and tool.get("type", "function") == "function":
             function = tool.get("function")
             wanted.append((function if isinstance(function, Mapping) else tool).get("name"))
-    kept = [tool for tool in tools if parameters_of(tool)[0] in wanted]
-    if len(kept) < len(wanted):
+    chosen = [tool for tool in tools if parameters_of(tool)[0] in wanted]
+    if len(chosen) < len(wanted):
         raise RequestError(
             "allowed_tools names a function that is not among the tools", param="tool_choice"
         )
-    return kept, mode
+    return chosen, mode
 
 
 def choice_of(sent: Any, tools: Sequence[Tool]) -> Choice:

@@ -201,7 +201,7 @@ def constrainable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
     Those keywords are left out or weakened, and are named as tools.NAME.WORD. Raises
     UnsupportedError for a `strict` tool that can't be enforced.
     """
-    kept: list[Tool] = []
+    constrained: list[Tool] = []
     unsupported: list[str] = []
     for tool in tools:
         name, schema = parameters_of(tool)
@@ -227,5 +227,7 @@ def constrainable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
         if not isinstance(enforced, dict):
             enforced = {}
         enforced = {**enforced, "type": "object"}
-        kept.append({"type": "function", "function": {**tool["function"], "parameters": enforced}})
-    return kept, tuple(unsupported)
+        constrained.append(
+            {"type": "function", "function": {**tool["function"], "parameters": enforced}}
+        )
+    return constrained, tuple(unsupported)

@@ -165,11 +165,11 @@ class SpelledValues:
         if type(low) is not int or low < 0:
             low = 0
         high = option.get("maxItems")
-        most = ""
+        longest = ""
         if type(high) is int and high >= max(1, low):
-            most = str(high - 1)
+            longest = str(high - 1)
         item = self._rule(self.spelling.item(self.of(option.get("items"), root, depth + 1)))
-        items = f"{item} ({text(self.spelling.comma)} {item}){{{max(0, low - 1)},{most}}}"
+        items = f"{item} ({text(self.spelling.comma)} {item}){{{max(0, low - 1)},{longest}}}"
         if not low:
             items = f"({items})?"
         return self._between(self.spelling.brackets, items)

@@ -129,9 +129,9 @@ def _gtt_findings(gpu: AmdGpu, system: LinuxSystem) -> list[Finding]:
         fix = f"add {limit} to the kernel command line (GRUB_CMDLINE_LINUX), update-grub, reboot"
         findings.append(Finding("warning", small, fix))
     if gpu.vram_total_bytes > max(16 * GIB, system.machine.total_bytes):
-        given = f"the BIOS reserves {gpu.vram_total_bytes / GIB:.0f} GiB permanently for the GPU"
+        message = f"the BIOS reserves {gpu.vram_total_bytes / GIB:.0f} GiB permanently for the GPU"
         fix = "set the UMA frame buffer to 512 MB in the BIOS and raise ttm.pages_limit instead"
         findings.append(
-            Finding("info", f"{given}; models are loaded through the remaining memory", fix)
+            Finding("info", f"{message}; models are loaded through the remaining memory", fix)
         )
     return findings

@@ -325,8 +325,8 @@ def _of_word(word: str, uuids: Sequence[str]) -> list[int]:
     return [i for i, uuid in enumerate(uuids) if uuid and _same_start(uuid, parent)]
 
 
-def _same_start(one: str, other: str) -> bool:
-    return one.startswith(other) or other.startswith(one)
+def _same_start(first: str, second: str) -> bool:
+    return first.startswith(second) or second.startswith(first)
 
 
 # Column names in nvidia-smi's CSV header, documented by --help-query-gpu.

@@ -26,9 +26,9 @@ def rapl(zones: Mapping[str, tuple[str | None, str | None, str | None]]) -> list
     can read energy_uj since CVE-2020-8694.
     """
     found = []
-    for name, energy, most in zones.values():
+    for name, energy, max_energy in zones.values():
         joules = decimal(energy or "")
-        range_j = decimal(most or "")
+        range_j = decimal(max_energy or "")
         if name and joules is not None:
             found.append(EnergyCounter(name.strip(), joules / 1e6, (range_j or 0.0) / 1e6))
     platform_zones = [zone for zone in found if zone.name.startswith("psys")]

@@ -72,8 +72,8 @@ def due(folder: Path, machine: str, types: Sequence[str]) -> list[str]:
     return [name for name in types if _SHELF.due(folder, _key(machine, name, "stored", _KINDS[0]))]
 
 
-def keep(folder: Path, machine: str, taken: Measurements) -> None:
-    _SHELF.keep_all(folder, {_key(machine, *place): rate for place, rate in taken.items()})
+def keep(folder: Path, machine: str, measurements: Measurements) -> None:
+    _SHELF.keep_all(folder, {_key(machine, *place): rate for place, rate in measurements.items()})
 
 
 def _flat(rates: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str], Any]]:

@@ -119,9 +119,9 @@ def _gpu(api: Any, index: int) -> dict[str, Any]:
         handle = api.nvmlDeviceGetHandleByIndex(index)
     except api.NVMLError:  # The GPU is lost or excluded. The others still count.
         return found
-    for key, (name, taken) in _NVML_FIELDS.items():
+    for key, (name, read_value) in _NVML_FIELDS.items():
         with contextlib.suppress(*refused):
-            found[key] = taken(getattr(api, name)(handle))
+            found[key] = read_value(getattr(api, name)(handle))
     with contextlib.suppress(*refused):
         found["cc_major"], found["cc_minor"] = found.pop("capability", ())
     with contextlib.suppress(*refused):

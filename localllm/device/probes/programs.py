@@ -113,7 +113,7 @@ def _answers(line: bytes) -> list[dict[str, Any]]:
 
 def _ending(code: int) -> str:
     """Describe how a process ended, by its exit status."""
-    known = {int(one): one.name for one in signal.Signals}
+    known = {int(sig): sig.name for sig in signal.Signals}
     if code < 0:
         return f"signal {known.get(-code, -code)}"
     return f"exit code {code}"

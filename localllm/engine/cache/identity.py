@@ -73,10 +73,10 @@ class KvIdentity:
 def identity_of(backend: Backend) -> KvIdentity:
     """The identity of the KV that `backend` exports and imports."""
     info = backend.info
-    able = backend.capabilities
-    if able.states:
+    capabilities = backend.capabilities
+    if capabilities.states:
         shape = "states"
-    elif able.segments:
+    elif capabilities.segments:
         shape = "parts"
     else:
         shape = "snapshots"

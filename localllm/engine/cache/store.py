@@ -462,12 +462,12 @@ def checkpoints(
 
 def _not_too_close(points: Sequence[int], required: set[int], n_kv: int) -> list[int]:
     """The points after `n_kv` that are `required` or not too close to the point before."""
-    kept: list[int] = []
+    spaced: list[int] = []
     for point in sorted(p for p in points if p > n_kv):
-        before = kept[-1] if kept else n_kv
+        before = spaced[-1] if spaced else n_kv
         if point in required or point - before >= tunables.MIN_CHECKPOINT_GAP_TOKENS:
-            kept.append(point)
-    return kept
+            spaced.append(point)
+    return spaced
 
 
 def _last_paragraph(prompt: Sequence[int], start: int, ends_paragraph: IsToken) -> set[int]:

@@ -126,10 +126,10 @@ def _from_ranked(row: Row, ids: Ids, sampling: Sampling) -> Candidates:
     weights = np.exp(values - values[0])
     if sampling.typical_p < 1.0:
         mean = float((weights * values).sum() / weights.sum())
-        kept = _typical(values, weights, mean, sampling.typical_p * float(weights.sum()))
-        ids = ids[kept]
-        values = values[kept]
-        weights = weights[kept]
+        typical = _typical(values, weights, mean, sampling.typical_p * float(weights.sum()))
+        ids = ids[typical]
+        values = values[typical]
+        weights = weights[typical]
     n = _n_passing(weights, float(weights.sum()), sampling)
     n_excluded = _n_excluded(weights[:n], float(weights[:n].sum()), sampling)
     return _tempered(ids[:n], values[:n] - values[n_excluded], n_excluded, sampling)
@@ -220,11 +220,11 @@ def _typical_of_all(top: GreatestLogits, share: float) -> Ids:
     for n in (HEAD, 16 * HEAD, len(row)):
         head = top.ranked(n)
         values = row[head].astype(np.float64)
-        kept = _typical(values, np.exp(values - base), mean, share * total)
-        furthest = float(np.abs(values[kept] - mean).max())
-        if len(kept) < len(head) < len(row) and furthest < mean - values[-1]:
+        typical = _typical(values, np.exp(values - base), mean, share * total)
+        furthest = float(np.abs(values[typical] - mean).max())
+        if len(typical) < len(head) < len(row) and furthest < mean - values[-1]:
             break
-    return head[kept]
+    return head[typical]
 
 
 def xtc_applies(sampling: Sampling) -> bool:

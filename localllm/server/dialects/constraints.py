@@ -31,11 +31,11 @@ ChoiceTexts = Annotated[list[str], Field(max_length=4096)]
 def only_one(**named: Constraint | None) -> Constraint | None:
     """Return the constraint that was sent, or None. The keywords are the field names. Raises
     RequestError if there are several."""
-    given = {name: value for name, value in named.items() if value is not None}
-    if len(given) > 1:
-        names = list(given)
+    sent_fields = {name: value for name, value in named.items() if value is not None}
+    if len(sent_fields) > 1:
+        names = list(sent_fields)
         raise RequestError(f"{' and '.join(names)} can't be combined: send one", param=names[1])
-    return next(iter(given.values()), None)
+    return next(iter(sent_fields.values()), None)
 
 
 def of_schema(

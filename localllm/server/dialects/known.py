@@ -106,9 +106,9 @@ def unused(sent: Any, known: Shape | None, path: str = "", spot: str = "") -> It
     if known is None:
         return
     if isinstance(sent, list):
-        for i, one in enumerate(sent):
-            if isinstance(one, dict | list):  # skips numbers, which may be a million
-                yield from unused(one, known, path, f"{spot}[{i}]")
+        for i, item in enumerate(sent):
+            if isinstance(item, dict | list):  # skips numbers, which may be a million
+                yield from unused(item, known, path, f"{spot}[{i}]")
     elif isinstance(sent, Mapping) and _is_read(sent, known):
         for name, value in sent.items():
             where = _below(path, name)

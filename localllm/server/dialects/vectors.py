@@ -32,17 +32,17 @@ def model_for(models: ModelRouter, name: str | None, *, ranks: bool = False) -> 
     """Return the embedding model (if `ranks`, the reranker) of that name, or the first one if there
     is no name. Raises UnsupportedError for a model of another kind."""
     fact = "ranks" if ranks else "embeds"
-    able = [m for m in models.list() if getattr(m.facts, fact)]
-    if able and not name:
-        return able[0]
+    capable = [m for m in models.list() if getattr(m.facts, fact)]
+    if capable and not name:
+        return capable[0]
     model = models.resolve(name)
     if getattr(model.facts, fact):
         return model
     problem = "it is not a reranker" if ranks else "it is not an embedding model"
     kind = "a reranker" if ranks else "an embedding model"
     hint = f"serve {kind} in addition: `localllm serve MODEL --also OTHER_MODEL`"
-    if able:
-        hint = f"use {kind}: {', '.join(m.name for m in able)}"
+    if capable:
+        hint = f"use {kind}: {', '.join(m.name for m in capable)}"
     raise UnsupportedError(f"{model.name} {_task(model)}; {problem}", hint=hint, param="model")
 
 
@@ -85,14 +85,14 @@ def each_input(sent: Any) -> list[str | list[int | str]]:
     if isinstance(sent, list) and not any(isinstance(piece, int) for piece in sent):
         if len(sent) > MAX_INPUTS:
             raise RequestError(f"input has more than {MAX_INPUTS} entries", param="input")
-        return [each_input(one)[0] for one in sent] if _is_nested(sent) else sent
+        return [each_input(entry)[0] for entry in sent] if _is_nested(sent) else sent
     if isinstance(sent, EmbeddedPrompt):
         return [sent.text()]
     return [sent]
 
 
 def _is_nested(sent: Sequence[Any]) -> bool:
-    return any(not isinstance(one, str) for one in sent)
+    return any(not isinstance(entry, str) for entry in sent)
 
 
 async def embed(
@@ -186,7 +186,7 @@ def routes(server: Server) -> Paths:
     async def rerank(fields: RerankFields) -> Any:
         if (fields.documents is None) == (fields.texts is None):
             raise RequestError("send the documents as `documents`", param="documents")
-        documents = fields.texts or [as_text(one) for one in fields.documents or ()]
+        documents = fields.texts or [as_text(document) for document in fields.documents or ()]
         model = model_for(server.models, fields.model, ranks=True)
         with server.serving(model):
             engine = cast(EmbeddingEngine, await model.engine())

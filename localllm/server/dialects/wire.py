@@ -169,7 +169,7 @@ class PageFields(RequestBody):
 
 def page(listed: Sequence[Mapping[str, Any]], wanted: PageFields) -> dict[str, Any]:
     """Return the page of `listed` that the client wants, by the ids of its items."""
-    ids = [one["id"] for one in listed]
+    ids = [entry["id"] for entry in listed]
     after = wanted.after or wanted.after_id
     before = wanted.before_id
     start = ids.index(after) + 1 if after in ids else 0

@@ -99,7 +99,7 @@ def _with(message: Mapping[str, Any], attached: AttachedPdf, found: Pdf) -> dict
                 attached.mark, f"[file omitted: {found.problem}]", 1
             ),
         }
-    seen = list(message.get("images", ()))
+    all_images = list(message.get("images", ()))
     parts = []
     pictures = []
     for i, page in enumerate(found.pages):
@@ -115,6 +115,6 @@ def _with(message: Mapping[str, Any], attached: AttachedPdf, found: Pdf) -> dict
         parts = [f"Page {i + 1}:\n{part}" for i, part in enumerate(parts)]
     text = documents.fenced(attached.name, "\n\n".join(parts))
     filled = {**message, "content": message["content"].replace(attached.mark, text, 1)}
-    if seen or pictures:
-        return {**filled, "images": [*seen, *pictures]}
+    if all_images or pictures:
+        return {**filled, "images": [*all_images, *pictures]}
     return filled

@@ -337,9 +337,9 @@ def free_descriptors() -> int:
     except ImportError:  # Windows has no such limit for sockets
         return _WANTED_DESCRIPTORS
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _WANTED_DESCRIPTORS
+    limit = _WANTED_DESCRIPTORS
     if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
+        limit = min(limit, hard)
     with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return max(_SHARES, most - len(os.listdir("/dev/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return max(_SHARES, limit - len(os.listdir("/dev/fd")))

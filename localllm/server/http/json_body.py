@@ -94,10 +94,10 @@ def _unpack_member(
     while not unpacker.eof:
         if not packed and not piece:
             raise EOFError
-        given = packed[:_PACKED_PIECE_BYTES]
-        piece = unpacker.decompress(given, _PIECE_BYTES)
+        packed_piece = packed[:_PACKED_PIECE_BYTES]
+        piece = unpacker.decompress(packed_piece, _PIECE_BYTES)
         left = len(unpacker.unconsumed_tail) + len(unpacker.unused_data)
-        packed = packed[len(given) - left :]
+        packed = packed[len(packed_piece) - left :]
         unpacked += piece
         if len(unpacked) > limit_bytes:
             raise BodyTooLargeError(f"the decompressed body has more than {limit_bytes} bytes")

@@ -15,9 +15,9 @@ class RecentlyUsed(Generic[Key, Value]):
     The least recently used entry is dropped first. The newest entry stays, whatever its size."""
 
     def __init__(
-        self, most: int, max_size: int = 0, size_of: Callable[[Value], int] | None = None
+        self, max_entries: int, max_size: int = 0, size_of: Callable[[Value], int] | None = None
     ) -> None:
-        self._most = most
+        self._most = max_entries
         self._max_size = max_size
         self._size_of = size_of
         self._entries: dict[Key, Value] = {}

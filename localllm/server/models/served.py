@@ -106,13 +106,14 @@ class ServedModel:
     @property
     def room_hint(self) -> str:
         """Advice for a prompt that is longer than the served context."""
-        most = self.facts.physics.get("max_context") or 0
+        max_context = self.facts.physics.get("max_context") or 0
         served = self.served_n_ctx or 0
-        if most > served:
+        if max_context > served:
             return (
-                f"shorten it, or serve with a larger --context: up to {most} fits on this machine"
+                f"shorten it, or serve with a larger --context: up to {max_context} fits on this "
+                "machine"
             )
-        if most:
+        if max_context:
             return "shorten it: no larger --context fits on this machine"
         return ""
 

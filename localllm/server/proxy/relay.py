@@ -245,11 +245,11 @@ async def _relay_pieces(
             await send({"type": "http.response.body", "body": piece, "more_body": True})
     except (aiohttp.ClientError, TimeoutError) as e:
         error = upstream_error(outgoing, e).to_openai()
-        said = json.dumps(error, separators=(",", ":")).encode()
+        error_text = json.dumps(error, separators=(",", ":")).encode()
         events = "event-stream" in answer.headers.get("content-type", "")
         if events:
-            return b"data: " + said + b"\n\n"
-        return said + b"\n"
+            return b"data: " + error_text + b"\n\n"
+        return error_text + b"\n"
     return b""
 
 

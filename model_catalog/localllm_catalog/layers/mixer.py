@@ -449,7 +449,7 @@ class Wrapper(Mixer):
         value = row.get(cls.key)
         if not value:
             return None
-        rest = {key: one for key, one in row.items() if key != cls.key}
+        rest = {key: entry for key, entry in row.items() if key != cls.key}
         return cls.wrapping(from_row(rest, cls), value)
 
     def to_row(self) -> dict[str, Any]:

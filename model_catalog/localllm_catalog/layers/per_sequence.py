@@ -51,7 +51,7 @@ class PerSequence(Wrapper):
         row = facts.head_dim_k // max(1, ratio)
         # Weights that are missing if q, k and o are counted by the row's share.
         counted = facts.hidden * row * (layer.n_heads + 1)
-        kept = {
+        fields = {
             "n_kv_heads": 1,
             "head_dim_k": row,
             "n_heads": layer.n_heads,
@@ -59,8 +59,8 @@ class PerSequence(Wrapper):
         }
         if ratio == _INDEXED_RATIO:
             width = facts.number("attention.indexer.key_length", 0)
-            return Indexed(cls(Full(**kept, v_is_k=True)), width // ratio)
+            return Indexed(cls(Full(**fields, v_is_k=True)), width // ratio)
         if ratio:
-            return cls(Full(**kept, v_is_k=True))
+            return cls(Full(**fields, v_is_k=True))
         window = facts.number("attention.sliding_window", _WINDOW, maximum=MAX_TOKENS)
-        return cls(Sliding(**kept, v_is_k=True, window=window))
+        return cls(Sliding(**fields, v_is_k=True, window=window))

@@ -281,7 +281,7 @@ async def _run(chat: ChatController, name: str, argument: str) -> None:
     if command is not None:
         action = command.insist if name.endswith("!") else command.run
     if action is None:
-        names = [one.name for one in COMMANDS]
+        names = [known_command.name for known_command in COMMANDS]
         close = difflib.get_close_matches(name.rstrip("!"), names, n=1)
         hint = f"did you mean /{close[0]}?" if close else "/help lists the commands"
         raise UsageError(f"there is no command /{name}", hint=hint)

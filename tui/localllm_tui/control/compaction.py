@@ -45,8 +45,10 @@ async def summarise(chat: ChatController, wanted: str) -> None:
     prepared = chat.idle_writing.summary
     if wanted or prepared.after != turn.id or not prepared.text:
         prepared = await write_summary(chat.client, chat.model, session, task(wanted, known), share)
-    said = [{"role": one.role, "content": one.content} for one in newer]
-    left = left_of(said, earlier, share * _CHARS_PER_TOKEN)
+    newer_messages = [
+        {"role": newer_turn.role, "content": newer_turn.content} for newer_turn in newer
+    ]
+    left = left_of(newer_messages, earlier, share * _CHARS_PER_TOKEN)
     new, rest = split_facts(printable(prepared.text))
     facts = merged(known, new)
     summary = replace(written(left, rest), facts=facts)

@@ -130,7 +130,7 @@ def _open_webui_message(node: JsonPart) -> StoredMessage | None:
 
 def _without_thinking(text: str) -> tuple[str, list[str]]:
     """The text without its blocks of thinking, and these. A block without an end is text."""
-    kept = []
+    parts = []
     thoughts = []
     at = 0
     while True:
@@ -145,10 +145,10 @@ def _without_thinking(text: str) -> tuple[str, list[str]]:
         if summary is not None:
             block = block[summary.end() :]
         thoughts.append(re.sub(r"^(?:>|&gt;) ?", "", block.strip(), flags=re.MULTILINE))
-        kept.append(text[at : opened.start()])
+        parts.append(text[at : opened.start()])
         at = ended.end()
-    kept.append(text[at:])
-    return "".join(kept), thoughts
+    parts.append(text[at:])
+    return "".join(parts), thoughts
 
 
 def _message(role: JsonPart, text: str, model: object, created_s: object) -> StoredMessage | None:

@@ -47,13 +47,13 @@ def fitted(hints: str, cells: int) -> str:
     """Hints in at most `cells` terminal cells: those before the last go first, whole."""
     *parts, last = hints.split(_GAP)
     free = cells - cell_len(last)
-    kept: list[str] = []
+    fitting: list[str] = []
     for part in parts:
         free -= cell_len(part + _GAP)
         if free < 0:
             break
-        kept.append(part)
-    return elide(_GAP.join([*kept, last]), cells)
+        fitting.append(part)
+    return elide(_GAP.join([*fitting, last]), cells)
 
 
 def in_lines(hints: str, cells: int) -> str:

@@ -148,16 +148,16 @@ def import_file(history: History, path: Path, model: str) -> Imported:
         return Imported([_store(history, found, path, model)], [])
     skipped: list[str] = []
     stored: list[tuple[float, str]] = []
-    for one in read:
-        if isinstance(one, str):
-            skipped.append(one)
+    for conversation in read:
+        if isinstance(conversation, str):
+            skipped.append(conversation)
             continue
-        skipped += one.skipped
-        if one.turns:
-            latest_s = max(turn.created_s for turn in one.turns)
-            stored.append((latest_s, _store_foreign(history, one, model)))
+        skipped += conversation.skipped
+        if conversation.turns:
+            latest_s = max(turn.created_s for turn in conversation.turns)
+            stored.append((latest_s, _store_foreign(history, conversation, model)))
         else:
-            skipped.append(f"{one.title or 'a conversation'} has no message with text")
+            skipped.append(f"{conversation.title or 'a conversation'} has no message with text")
     if not stored:
         reason = skipped[0] if skipped else "no message has text"
         raise UsageError(f"{path} has no conversation: {reason}", hint=_KNOWN)

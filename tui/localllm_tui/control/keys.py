@@ -96,14 +96,14 @@ def remap(table: Mapping[str, object], keys_of_all: Sequence[Key]) -> None:
     _remapped.clear()
     for name, keys in table.items():
         _remapped[name] = str(keys).replace(" ", "").lower()
-    taken: dict[tuple[str, str], str] = {}
+    used_keys: dict[tuple[str, str], str] = {}
     for entry in [key for key in KEYS if key.action]:
-        for one in entry.keys_now.split(","):
-            other = taken.setdefault((entry.owner, one), entry.id)
+        for combination in entry.keys_now.split(","):
+            other = used_keys.setdefault((entry.owner, combination), entry.id)
             if other != entry.id and {other, entry.id} & _remapped.keys():
                 _remapped.clear()
                 raise UsageError(
-                    f"[chat_keys] of config.toml has {one} do two things at once: "
+                    f"[chat_keys] of config.toml has {combination} do two things at once: "
                     f"{other} and {entry.id}"
                 )
 

@@ -31,10 +31,10 @@ class Drafts:
         self._place = 1
         self._held: sqlite3.Connection | None = None
         for place in range(1, _WINDOWS + 1):
-            taken = self._take(place)
-            if taken is not None:
+            lock = self._take(place)
+            if lock is not None:
                 self._place = place
-                self._held = taken
+                self._held = lock
                 break
 
     def load(self, conv_id: str | None) -> str:
@@ -82,11 +82,11 @@ class Drafts:
             left = self._file(conv_id, place)
             if place == self._place or not left.exists():
                 continue
-            taken = self._take(place)
-            if taken is not None:
+            lock = self._take(place)
+            if lock is not None:
                 with suppress(OSError):
                     os.replace(left, file)
-                taken.close()
+                lock.close()
                 return
 
     def _take(self, place: int) -> sqlite3.Connection | None:
@@ -94,9 +94,9 @@ class Drafts:
         every system. None if another window has the place, or if the disk fails."""
         with ExitStack() as opened, suppress(OSError, sqlite3.Error):
             locks = paths.private_dir(self.folder.with_name(self.folder.name + ".open"))
-            taken = sqlite3.connect(locks / str(place), timeout=0, isolation_level=None)
-            opened.callback(taken.close)
-            taken.execute("BEGIN EXCLUSIVE")
+            lock = sqlite3.connect(locks / str(place), timeout=0, isolation_level=None)
+            opened.callback(lock.close)
+            lock.execute("BEGIN EXCLUSIVE")
             opened.pop_all()
-            return taken
+            return lock
         return None

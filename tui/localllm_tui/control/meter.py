@@ -154,10 +154,10 @@ def status_text(
     a context of `n_ctx` (each None: unknown); `meta` as the history keeps it with an answer
     (AnswerMeter.meta)."""
     model = one_line(model)
-    for words, cells, least in ((True, BAR_CELLS, 40), (False, 8, 40), (False, 0, 12)):
+    for words, cells, min_width in ((True, BAR_CELLS, 40), (False, 8, 40), (False, 0, 12)):
         parts = [*_figures(used, n_ctx, meta, words, cells)]
         model_width = width - sum(cell_len(part) + len(_GAP) for part in parts)
-        if model_width >= min(cell_len(model), least):
+        if model_width >= min(cell_len(model), min_width):
             return _GAP.join([elide(model, model_width), *parts])
     while parts and model_width < 8:
         model_width += cell_len(parts.pop()) + len(_GAP)

@@ -213,8 +213,8 @@ def list_line(columns: Sequence[Column], width: int, name: str, texts: Mapping[s
     """A line of a list: two cells of marks and a name, then those columns that fit. `texts` are by
     the heads of the columns."""
     shown = [column for column in columns if width >= column.from_width]
-    taken = sum(column.cells + 1 for column in shown)
-    cells = 2 + min(_MAX_NAME, max(_MIN_NAME, width - 2 - taken))
+    used_cells = sum(column.cells + 1 for column in shown)
+    cells = 2 + min(_MAX_NAME, max(_MIN_NAME, width - 2 - used_cells))
     name = elide(name, cells)
     line = name + " " * (cells - cell_len(name))
     for column in shown:
@@ -269,10 +269,10 @@ def plan_details(
 
 def disk_details(model: InstalledModel, fit: str, width: int) -> Iterator[str]:
     """The lines about a model's files on this disk."""
-    kept = f"owned by {model.owner}; it can't be removed here"
+    ownership = f"owned by {model.owner}; it can't be removed here"
     if model.ours:
-        kept = f"owned by {model.owner}; Delete twice removes them"
-    for line in (fit, model.path, kept):
+        ownership = f"owned by {model.owner}; Delete twice removes them"
+    for line in (fit, model.path, ownership):
         yield from textwrap.wrap(printable(line), max(20, width))
 
 

@@ -63,24 +63,24 @@ class ModelPhysics:
         return self.bandwidth_gbps * 1e9 / max(1.0, self.token_bytes(depth))
 
 
-def _physics(said: JsonPart) -> ModelPhysics:
+def _physics(reported: JsonPart) -> ModelPhysics:
     """Raises MalformedError if a required figure is missing."""
-    weights = said.get("weights")
-    plan = said.get("decode_tok_s")
-    points = tuple(_point(pair) for pair in said.get("kv_read_bytes").items())
+    weights = reported.get("weights")
+    plan = reported.get("decode_tok_s")
+    points = tuple(_point(pair) for pair in reported.get("kv_read_bytes").items())
     planned = (_required(plan, "value"), _required(plan, "low"), _required(plan, "high"))
-    power = said.get("power").number()
+    power = reported.get("power").number()
     return ModelPhysics(
-        _required(said, "bandwidth_gbps"),
+        _required(reported, "bandwidth_gbps"),
         int(_required(weights, "dense_bytes")),
         int(_required(weights, "routed_bytes")),
         points,
         planned,
-        said.get("kv_type").text(),
-        said.get("quant").text(),
-        said.get("memory").members(),
+        reported.get("kv_type").text(),
+        reported.get("quant").text(),
+        reported.get("memory").members(),
         1.0 if power is None else power,
-        said.get("bandwidth_basis").text(),
+        reported.get("bandwidth_basis").text(),
     )
 
 
@@ -130,9 +130,9 @@ class AnswerSpeed:
     def tok_s(self) -> float | None:
         if self.live is not None:
             return self.live
-        made = self.usage.completion - 1
-        if self.timings.decode_s > 0 and made > 0:
-            return made / self.timings.decode_s
+        n_tokens = self.usage.completion - 1
+        if self.timings.decode_s > 0 and n_tokens > 0:
+            return n_tokens / self.timings.decode_s
         return None
 
     def achieved_gbps(self, physics: ModelPhysics) -> float | None:
@@ -157,12 +157,12 @@ def memory_size(n_bytes: float) -> str:
 
 def bars(values: Sequence[float], cells: int) -> list[str]:
     """Bars of at most `cells` in proportion to `values`; any value above 0 shows."""
-    most = max(values, default=0.0)
+    maximum = max(values, default=0.0)
     drawn = []
     for value in values:
         length = 0
         if value > 0:
-            length = max(1, round(cells * value / most))
+            length = max(1, round(cells * value / maximum))
         drawn.append("█" * length)
     return drawn
 

@@ -35,7 +35,7 @@ def words(own: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
     parts = []
     heat = now.get("temperature")
     if isinstance(heat, (int, float)):
-        how = next((words for most, words in _HEAT if heat <= most), "wild")
+        how = next((words for max_heat, words in _HEAT if heat <= max_heat), "wild")
         parts.append(f"{how} (temperature {heat:g})")
     parts += [
         f"{name} {chosen[name]:g}"
@@ -52,21 +52,21 @@ def words(own: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
 def changed(chosen: Mapping[str, Any], text: str) -> dict[str, Any]:
     """`chosen` changed by `text`: "temperature 0.2", "seed 7"; "-" resets all. Raises
     UsageError."""
-    kept = {name: value for name, value in chosen.items() if name not in _KNOWN}
+    others = {name: value for name, value in chosen.items() if name not in _KNOWN}
     if text == "-":
-        return kept
+        return others
     name, _, value = text.replace("=", " ").partition(" ")
     if name not in _KNOWN:
         raise UsageError(
             f"/sampling {name} is unknown", hint=f"one of: {', '.join(_KNOWN)}; - resets all"
         )
-    least, most = _KNOWN[name]
+    minimum, maximum = _KNOWN[name]
     try:
         number = int(value) if name in _INTEGERS else float(value)
-        if not least <= number <= most:
+        if not minimum <= number <= maximum:
             raise ValueError
     except ValueError:
         raise UsageError(
-            f"{name} must be a number from {least:g} to {most:g}, not {value.strip()!r}"
+            f"{name} must be a number from {minimum:g} to {maximum:g}, not {value.strip()!r}"
         ) from None
     return {**chosen, name: number}

@@ -31,17 +31,17 @@ def refused(status: int, headers: Mapping[str, str], body: bytes) -> LocalLLMErr
 def _error(status: int, body: bytes) -> LocalLLMError:
     answered = f"the server answered {status}"
     try:
-        told = JsonPart(parse(body).members())
+        members = JsonPart(parse(body).members())
     except MalformedError:
-        told = JsonPart(None)
-    error = told.get("error")
+        members = JsonPart(None)
+    error = members.get("error")
     if error.value:
         return error_of(error)
     # vLLM's older releases, and FastAPI
     for name in ("message", "detail"):
-        said = _sentence(told.get(name))
-        if said:
-            return by_code("backend_error", f"{answered}: {said}")
+        sentence = _sentence(members.get(name))
+        if sentence:
+            return by_code("backend_error", f"{answered}: {sentence}")
     text = body[:_MAX_BYTES].decode("utf-8", "replace")
     if _PAGE.match(text):
         text = _title(status, text)
@@ -51,23 +51,23 @@ def _error(status: int, body: bytes) -> LocalLLMError:
     return by_code("backend_error", answered)
 
 
-def _sentence(told: JsonPart) -> str:
+def _sentence(members: JsonPart) -> str:
     """The text of a message, or of a list of messages about parts of the request."""
-    if isinstance(told.value, str):
-        return one_line(told.value)
-    if not isinstance(told.value, list):
+    if isinstance(members.value, str):
+        return one_line(members.value)
+    if not isinstance(members.value, list):
         return ""
-    said = []
-    for part in told.items():
-        what = part.members().get("msg")
+    sentences = []
+    for part in members.items():
+        message = part.members().get("msg")
         where = part.members().get("loc")
-        if not isinstance(what, str):
+        if not isinstance(message, str):
             continue
         place = ""
         if isinstance(where, list) and where:
             place = f"{where[-1]}: "
-        said.append(one_line(place + what))
-    return "; ".join(said)
+        sentences.append(one_line(place + message))
+    return "; ".join(sentences)
 
 
 def _title(status: int, page: str) -> str:

@@ -347,10 +347,10 @@ class Session:
 
     def _branch_title(self) -> str:
         """Return a title for a branch that differs from all other titles."""
-        taken = {c.title for c in self.history.list(self.title, limit=1000)}
+        used_titles = {c.title for c in self.history.list(self.title, limit=1000)}
         title = f"{self.title} (branch)"
         n = 1
-        while title in taken:
+        while title in used_titles:
             n += 1
             title = f"{self.title} (branch {n})"
         return title
@@ -375,7 +375,7 @@ class Session:
     def versions(self, turn: StoredMessage) -> list[StoredMessage]:
         """Return all versions of a turn, including the turn itself, oldest first."""
         siblings = (self.all_turns[n] for n in self._after[turn.parent_id])
-        return [one for one in siblings if one.role == turn.role]
+        return [sibling for sibling in siblings if sibling.role == turn.role]
 
     def has_followers(self, turn: StoredMessage) -> bool:
         """True if any turn follows `turn`, on any branch."""

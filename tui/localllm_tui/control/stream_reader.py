@@ -256,18 +256,18 @@ def _timings(timings: JsonPart) -> AnswerTimings:
 
 def error_of(error: JsonPart) -> LocalLLMError:
     """The error that a server sent, of any shape."""
-    told = JsonPart(error.members())
-    if not told.value:
+    members = JsonPart(error.members())
+    if not members.value:
         return by_code("backend_error", well_formed(str(error.value))[:_ERROR_CHARS])
-    message = well_formed(str(told.get("message").value or ""))[:_ERROR_CHARS]
-    hint = told.get("hint").value
+    message = well_formed(str(members.get("message").value or ""))[:_ERROR_CHARS]
+    hint = members.get("hint").value
     if not isinstance(hint, str):
         hint = None
     else:
         hint = well_formed(hint)[:_ERROR_CHARS]
-    code = str(told.get("code").value or "")
-    said = message or "the server failed without saying why"
-    return by_code(code, without_body_positions(said), hint=hint)
+    code = str(members.get("code").value or "")
+    sentence = message or "the server failed without saying why"
+    return by_code(code, without_body_positions(sentence), hint=hint)
 
 
 # Where in a request's body something is: messages[2].content[0].image_url.url, messages.2.content.

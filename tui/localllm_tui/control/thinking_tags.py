@@ -34,11 +34,11 @@ class ThinkingTags:
 
     def end(self) -> tuple[str, str]:
         """The rest."""
-        kept = self._kept
+        pending = self._kept
         self._kept = ""
         if self._state == "thinking":
-            return kept, ""
-        return "", kept
+            return pending, ""
+        return "", pending
 
     def _after_open_tag(self, text: str) -> str:
         """The text after an opening tag, or all of it if it does not begin with one."""

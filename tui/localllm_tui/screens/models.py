@@ -306,10 +306,10 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             if model is not None and model.path not in self._fits:
                 start(self, partial(self._weigh, model), "fit")
         self._write("#keys", in_lines(keys, self._columns))
-        most = min(_MAX_DETAILS, self.size.height // _ROWS_PER_DETAIL)
+        max_rows = min(_MAX_DETAILS, self.size.height // _ROWS_PER_DETAIL)
         if self.rows.shows_disk:
-            most = _MAX_DETAILS  # there are no sliders
-        self._write("#details", "\n".join(islice(self._details(), most)))
+            max_rows = _MAX_DETAILS  # there are no sliders
+        self._write("#details", "\n".join(islice(self._details(), max_rows)))
 
     def _details(self) -> Iterator[str]:
         """The lines about the highlighted row."""

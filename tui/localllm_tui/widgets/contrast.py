@@ -13,9 +13,9 @@ _TROUGHS = ("background", "background-hover", "background-active", "corner-color
 READABLE = 4.5
 
 
-def contrast(one: Color, other: Color) -> float:
+def contrast(first: Color, second: Color) -> float:
     """The contrast of two colours, 1 to 21 (WCAG 2.2, from their relative luminance)."""
-    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+    light, dark = sorted((_luminance(first), _luminance(second)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 
 

@@ -71,8 +71,8 @@ class HeadLine(Static):
             prompt = f"system: {one_line(system)}"
             free_width -= len(prompt[:_MIN_SYSTEM_CELLS]) + len(_HEAD_GAP)
         shown_parts = [printable(part) for part in parts if part]
-        least = 1 if busy else 0
-        while len(shown_parts) > least and cell_len(_HEAD_GAP.join(shown_parts)) > free_width:
+        min_rows = 1 if busy else 0
+        while len(shown_parts) > min_rows and cell_len(_HEAD_GAP.join(shown_parts)) > free_width:
             shown_parts.pop()  # omit the entire part, because half a fact is useless
         text = elide(_HEAD_GAP.join(shown_parts), max(8, free_width))
         line = _HEAD_GAP.join(part for part in (text, prompt) if part)

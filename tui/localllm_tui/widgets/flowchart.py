@@ -95,8 +95,10 @@ class Flowchart:
         if first == last or len(self.edges) == _MAX_EDGES:
             raise _UnreadableChartError("an edge from a node to itself, or too many")
         short = " ".join(_texts(label))
-        one = ChartEdge(first, last, short, edge["head"] is not None, edge["back"] is not None)
-        self.edges.append(one)
+        chart_edge = ChartEdge(
+            first, last, short, edge["head"] is not None, edge["back"] is not None
+        )
+        self.edges.append(chart_edge)
 
     def _group(self, text: str, at: int) -> tuple[int, list[int]]:
         """The nodes of `A & B` from `at` on, and the place after them."""

@@ -272,10 +272,10 @@ def _first_bend(channel: Sequence[_ChartLine]) -> int:
 
 def _is_free(channel: Sequence[_ChartLine]) -> bool:
     """True if each line has columns of its own."""
-    taken: dict[int, int] = {}
+    used_cells: dict[int, int] = {}
     for k, line in enumerate(channel):
         for column in (line.x, *line.ends):
-            if taken.setdefault(column, k) != k:
+            if used_cells.setdefault(column, k) != k:
                 return False
     return True
 
@@ -345,9 +345,9 @@ def _set_ranks(nodes: Sequence[ChartNode], edges: Sequence[ChartEdge]) -> None:
     for _ in nodes:
         moved = False
         for edge in edges:
-            least = nodes[edge.first].rank + 1
-            if nodes[edge.last].rank < least:
-                nodes[edge.last].rank = least
+            min_rank = nodes[edge.first].rank + 1
+            if nodes[edge.last].rank < min_rank:
+                nodes[edge.last].rank = min_rank
                 moved = True
         if not moved:
             return

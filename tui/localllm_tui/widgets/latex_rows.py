@@ -29,8 +29,8 @@ def scripted(nucleus: Box, scripts: Sequence[tuple[str, Box]], *, displayed: boo
     if nucleus.kind in ("frac", "row") and not is_operand(text):
         text = f"({text})"
     for (mark, script), short in zip(scripts, small, strict=True):
-        one = len(script.text) == 1 or script.kind == "text"
-        text += short or (f"{mark}{script.text}" if one else f"{mark}({script.text})")
+        is_single = len(script.text) == 1 or script.kind == "text"
+        text += short or (f"{mark}{script.text}" if is_single else f"{mark}({script.text})")
     kind: Kind = nucleus.kind
     if kind in ("frac", "row", "text"):
         kind = "ord"

@@ -53,7 +53,7 @@ class Rows(Sequence[MarkdownRow]):
     def __getitem__(self, at: slice) -> list[MarkdownRow]: ...
     def __getitem__(self, at: int | slice) -> MarkdownRow | list[MarkdownRow]:
         if isinstance(at, slice):
-            return [_made(kept) for kept in self._kept[at]]
+            return [_made(stored) for stored in self._kept[at]]
         return _made(self._kept[at])
 
     def add(self, rows: Iterable[MarkdownRow]) -> None:
@@ -69,13 +69,13 @@ class Rows(Sequence[MarkdownRow]):
 
     def plain(self) -> Iterator[str]:
         """The texts of the rows, without styles."""
-        for kept in self._kept:
-            yield kept[0]
+        for stored in self._kept:
+            yield stored[0]
 
 
-def _made(kept: tuple[Any, ...]) -> MarkdownRow:
-    plain, style, *drawn = kept[:8]
-    parts = iter(kept[8:])
+def _made(stored: tuple[Any, ...]) -> MarkdownRow:
+    plain, style, *drawn = stored[:8]
+    parts = iter(stored[8:])
     spans = [Span(start, end, mark) for start, end, mark in zip(parts, parts, parts, strict=True)]
     return MarkdownRow(Text(plain, style, spans=spans), *drawn)
 

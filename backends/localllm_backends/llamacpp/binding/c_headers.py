@@ -119,11 +119,11 @@ class _DeclarationReader:
                 self._enter_definitions(member.type)
         elif isinstance(inner, c_ast.Enum) and inner.values:
             value = -1
-            for one in inner.values.enumerators:
+            for enumerator in inner.values.enumerators:
                 value += 1
-                if one.value is not None:
-                    value = constant(one.value, self._enumerators)
-                self._enumerators[one.name] = value
+                if enumerator.value is not None:
+                    value = constant(enumerator.value, self._enumerators)
+                self._enumerators[enumerator.name] = value
 
     # --- the wanted names -------------------------------------------------------------------------
 

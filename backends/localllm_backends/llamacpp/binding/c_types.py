@@ -48,17 +48,17 @@ class CTypes:
     def structure(self, name: str) -> Any:
         """Return the class of a structure. Raises KeyError if the headers have no such
         structure."""
-        made = self._classes.get(name)
-        if made is None:
+        structure_class = self._classes.get(name)
+        if structure_class is None:
             fields = self._fields[name]
-            made = cast(Any, type(name, (ctypes.Structure,), {}))
+            structure_class = cast(Any, type(name, (ctypes.Structure,), {}))
             # Entered before its fields, because a structure may point to itself.
-            self._classes[name] = made
+            self._classes[name] = structure_class
             # The members of an anonymous union are fields of its structure.
             if any(field is None for field, _ in fields):
-                made._anonymous_ = ("union",)
-            made._fields_ = [(field or "union", self.of(kind)) for field, kind in fields]
-        return made
+                structure_class._anonymous_ = ("union",)
+            structure_class._fields_ = [(field or "union", self.of(kind)) for field, kind in fields]
+        return structure_class
 
     def padded(self, name: str, padding_bytes: int) -> Any:
         """Return a class of the structure `name` with `padding_bytes` more bytes at its end."""

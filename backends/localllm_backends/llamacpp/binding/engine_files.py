@@ -101,8 +101,8 @@ def _headers_in(include: Path) -> list[Path]:
     folders = [include, *(include / place for place in _SOURCE_FOLDERS)]
     found = []
     for name in _HEADERS:
-        here = [folder / name for folder in folders if (folder / name).is_file()]
-        found.extend(here[:1])
+        present = [folder / name for folder in folders if (folder / name).is_file()]
+        found.extend(present[:1])
     return found
 
 

@@ -37,13 +37,13 @@ def description_of(library: Path, headers: Sequence[Path], wanted: WantedNames) 
     # Imported here, because both parsers take longer to import than a description to read.
     from localllm_backends.llamacpp.binding.c_headers import read_headers
 
-    made = read_headers([*headers, STAGING], (*HEADER_PREFIXES, STAGING.name), wanted)
-    text = json.dumps(asdict(made), separators=(",", ":"))
+    description = read_headers([*headers, STAGING], (*HEADER_PREFIXES, STAGING.name), wanted)
+    text = json.dumps(asdict(description), separators=(",", ":"))
     for place in places:
         with suppress(OSError):
             _write(place / name, text)
             break
-    return made
+    return description
 
 
 def _digest(library: Path, headers: Sequence[Path], wanted: WantedNames) -> str:

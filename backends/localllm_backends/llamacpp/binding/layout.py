@@ -79,9 +79,9 @@ def _defaults(library: Library, function: str, structure: str) -> Any:
 
 def _fields(library: Library, structure: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield name, described type and place of each field."""
-    made = getattr(library, structure)
+    structure_class = getattr(library, structure)
     for name, kind in library.kinds_of(structure):
-        yield name, kind, getattr(made, name)
+        yield name, kind, getattr(structure_class, name)
 
 
 def _wrong_value(name: str, kind: Any, value: Any, raw: bytes) -> str:

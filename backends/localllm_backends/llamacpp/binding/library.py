@@ -48,10 +48,10 @@ class Library:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        made = self._find(name)
+        value = self._find(name)
         # An attribute of the instance is found without this method.
-        setattr(self, name, made)
-        return made
+        setattr(self, name, value)
+        return value
 
     def _find(self, name: str) -> Any:
         described = self._described

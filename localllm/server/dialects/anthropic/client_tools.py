@@ -53,9 +53,9 @@ def _description(tool: Mapping[str, Any], kind: str, version: int) -> str:
         width = tool.get("display_width_px")
         return about.format(width=width, height=tool.get("display_height_px"))
     if kind == "text_editor" and version >= _MAX_CHARACTERS_SINCE:
-        most = tool.get("max_characters")
-        if isinstance(most, int):
-            return f"{about} A view shows at most {most} characters."
+        max_characters = tool.get("max_characters")
+        if isinstance(max_characters, int):
+            return f"{about} A view shows at most {max_characters} characters."
     return about
 
 

@@ -172,23 +172,23 @@ def _earlier(block: Mapping[str, Any]) -> Summary:
     return found or Summary(str(block["content"]))
 
 
-def compaction_block(made: WrittenSummary) -> dict[str, Any]:
+def compaction_block(summary: WrittenSummary) -> dict[str, Any]:
     """Return the block with a summary. Its content is null without a summary."""
     content = sealed = None
-    if made.summary is not None:
-        content = made.summary.message(goes_on=True)
-        sealed = seal(made.summary.as_json(), caller().name)
+    if summary.summary is not None:
+        content = summary.summary.message(goes_on=True)
+        sealed = seal(summary.summary.as_json(), caller().name)
     return {"type": "compaction", "content": content, "encrypted_content": sealed}
 
 
 def applied_body(applied: Sequence[AppliedEdit]) -> dict[str, Any]:
     """Return the `context_management` of an answer."""
-    return {"applied_edits": [_applied(one) for one in applied]}
+    return {"applied_edits": [_applied(edit) for edit in applied]}
 
 
-def _applied(one: AppliedEdit) -> dict[str, Any]:
-    if isinstance(one.edit, ClearToolUses):
-        kind = {"type": TOOL_USES, "cleared_tool_uses": one.count}
+def _applied(edit: AppliedEdit) -> dict[str, Any]:
+    if isinstance(edit.edit, ClearToolUses):
+        kind = {"type": TOOL_USES, "cleared_tool_uses": edit.count}
     else:
-        kind = {"type": THINKING, "cleared_thinking_turns": one.count}
-    return {**kind, "cleared_input_tokens": one.tokens}
+        kind = {"type": THINKING, "cleared_thinking_turns": edit.count}
+    return {**kind, "cleared_input_tokens": edit.tokens}

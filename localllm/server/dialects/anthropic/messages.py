@@ -189,15 +189,15 @@ def chat_request(fields: MessagesFields, model: ServedModel) -> tuple[ChatReques
 
 def _toolbox(sent: list[dict[str, Any]]) -> Toolbox:
     """Return the tools as functions. Tools that only Anthropic's servers run are skipped."""
-    kept = []
+    tools_with_names = []
     skipped = []
     for tool in sent:
         function = function_of(tool)
         if function is None:
             skipped.append(f"tools.{tool.get('name', tool['type'])}")
         else:
-            kept.append({"type": "function", "function": function})
-    return Toolbox(checked(kept), skipped=skipped)
+            tools_with_names.append({"type": "function", "function": function})
+    return Toolbox(checked(tools_with_names), skipped=skipped)
 
 
 def plain_messages(

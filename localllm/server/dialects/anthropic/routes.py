@@ -140,11 +140,11 @@ def message(reply: Reply, job: GenerationJob, model: ServedModel) -> dict[str, A
     if choice.text:
         content.append({"type": "text", "text": choice.text})
     for call in choice.calls:
-        made = {"name": call.name, "input": arguments_object(call.arguments)}
-        content.append({"type": "tool_use", "id": new_id("toolu_"), **made})
-    made = {**_message(model, reply.usage), "content": content, **_end_of(reply, job, model)}
-    made["usage"] |= _iterations(job, reply.usage, model)
-    return made
+        body = {"name": call.name, "input": arguments_object(call.arguments)}
+        content.append({"type": "tool_use", "id": new_id("toolu_"), **body})
+    body = {**_message(model, reply.usage), "content": content, **_end_of(reply, job, model)}
+    body["usage"] |= _iterations(job, reply.usage, model)
+    return body
 
 
 def _message(model: ServedModel, usage: ReplyUsage) -> dict[str, Any]:
@@ -184,10 +184,10 @@ def _iterations(job: GenerationJob, usage: ReplyUsage, model: ServedModel) -> di
     totals leave the summary out."""
     if job.summary is None:
         return {}
-    made = [{"type": "compaction", **usage_body(job.summary.usage)}]
+    iterations = [{"type": "compaction", **usage_body(job.summary.usage)}]
     if not job.pauses:
-        made.append({"type": "message", "model": model.name, **usage_body(usage)})
-    return {"iterations": made}
+        iterations.append({"type": "message", "model": model.name, **usage_body(usage)})
+    return {"iterations": iterations}
 
 
 def usage_body(usage: ReplyUsage) -> dict[str, Any]:

@@ -173,9 +173,9 @@ async def _generation(
             hint=f"send a smaller n_predict, or n_probs up to {_FEW}",
             param="n_probs",
         )
-    made = fields.generation(model.sampling, longest, logprobs=alternatives or None)
+    generation = fields.generation(model.sampling, longest, logprobs=alternatives or None)
     if not fields.logit_bias:
-        return made
+        return generation
     bias: dict[int, float] = {}
     for key, amount in dict(fields.logit_bias).items():
         text = str(key)
@@ -184,7 +184,7 @@ async def _generation(
         else:
             for token in await engine.tokenize(text, special=False):
                 bias[token] = amount
-    return replace(made, sampling=replace(made.sampling, logit_bias=bias))
+    return replace(generation, sampling=replace(generation.sampling, logit_bias=bias))
 
 
 async def _prompts(
@@ -210,8 +210,8 @@ async def _prompts(
     if any(isinstance(part, int) for part in sent):
         each = [sent]
     prompts: list[str | list[int]] = []
-    for one in each:
-        prompts.append(await _ids(_pieces(one), engine))
+    for prompt in each:
+        prompts.append(await _ids(_pieces(prompt), engine))
     return prompts, {}
 
 
@@ -331,7 +331,7 @@ def selected(body: dict[str, Any], wanted: Sequence[str] | None) -> dict[str, An
 def _settings(job: GenerationJob, model: ServedModel) -> dict[str, Any]:
     """Return llama.cpp's `generation_settings`. A bias of null is minus infinity."""
     generation = job.generation
-    most = generation.max_tokens
+    max_tokens = generation.max_tokens
     biases: list[dict[str, Any]] = [
         {"token": token, "bias": bias} for token, bias in generation.sampling.logit_bias.items()
     ]
@@ -342,8 +342,8 @@ def _settings(job: GenerationJob, model: ServedModel) -> dict[str, Any]:
         **asdict(generation.sampling),
         "logit_bias": biases,
         "n_ctx": model.served_n_ctx,
-        "n_predict": -1 if most is None else most,
-        "max_tokens": -1 if most is None else most,
+        "n_predict": -1 if max_tokens is None else max_tokens,
+        "max_tokens": -1 if max_tokens is None else max_tokens,
         "n_probs": generation.logprobs or 0,
         "ignore_eos": generation.ignore_eos,
         "stop": generation.stop,

@@ -82,11 +82,11 @@ def _slot(number: int, n_ctx: int, job: dict[str, Any] | None, asks: Account) ->
         return {**slot, "state": "idle"}
     if not (asks.admin or job["tenant"] == asks.name):
         return {**slot, "state": "busy"}
-    most = job["max_tokens"]
+    max_tokens = job["max_tokens"]
     next_token = {
         "has_next_token": True,
         "has_new_line": False,
-        "n_remain": most - job["generated_tokens"],
+        "n_remain": max_tokens - job["generated_tokens"],
         "n_decoded": job["generated_tokens"],
     }
     return {
@@ -96,7 +96,7 @@ def _slot(number: int, n_ctx: int, job: dict[str, Any] | None, asks: Account) ->
         "n_prompt_tokens": job["prompt_tokens"],
         "n_prompt_tokens_processed": job["processed_tokens"],
         "n_prompt_tokens_cache": job["cached_tokens"],
-        "params": {**job["sampling"], "n_predict": most, "max_tokens": most},
+        "params": {**job["sampling"], "n_predict": max_tokens, "max_tokens": max_tokens},
         "next_token": [next_token],
     }
 

@@ -80,13 +80,13 @@ def expanded(given: Sequence[Any]) -> Conversation:
         kind = item.get("type")
         if kind in COMPACTIONS:
             summary = _summary_in(item)
-            own = [one for one in own if one.get("role") in _STAYING]
+            own = [message for message in own if message.get("role") in _STAYING]
             place = len(own)
         elif kind != TRIGGER:
             own.append(item)
     if summary is None:
         return Conversation(own, own)
-    sent = [_text(one) for one in own if one.get("role") == "user"]
+    sent = [_text(message) for message in own if message.get("role") == "user"]
     block = {"type": "message", "role": "user", "content": summary.message(sent)}
     return Conversation([*own[:place], block, *own[place:]], own, summary)
 
@@ -170,5 +170,5 @@ class CompactionEvents(ResponseEvents):
 
 def compacted_body(response: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer of /v1/responses/compact."""
-    kept = ("id", "created_at", "model", "output", "usage")
-    return {**{name: response[name] for name in kept}, "object": "response.compaction"}
+    kept_fields = ("id", "created_at", "model", "output", "usage")
+    return {**{name: response[name] for name in kept_fields}, "object": "response.compaction"}

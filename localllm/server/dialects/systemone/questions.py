@@ -50,11 +50,11 @@ class _Question(BodyPart):
         probabilities."""
         raise NotImplementedError
 
-    def orders(self, most: int) -> list[list[int]]:
-        """Return up to `most` orders in which to show the options: rotations at even distances. All
-        rotations together show each option once at every position."""
+    def orders(self, max_orders: int) -> list[list[int]]:
+        """Return up to `max_orders` orders in which to show the options: rotations at even
+        distances. All rotations together show each option once at every position."""
         n = len(self.options())
-        n_orders = min(most, n)
+        n_orders = min(max_orders, n)
         places = [*range(n)] * 2
         orders = []
         for i in range(n_orders):
@@ -113,10 +113,10 @@ class ScoreQuestion(_Question):
     def options(self) -> dict[Any, str]:
         return dict(enumerate(map(as_text, self.criteria)))
 
-    def orders(self, most: int) -> list[list[int]]:
-        """Return the ascending order, and the descending order if `most` allows two."""
+    def orders(self, max_orders: int) -> list[list[int]]:
+        """Return the ascending order, and the descending order if `max_orders` allows two."""
         up = list(range(len(self.criteria)))
-        return [up, up[::-1]][: min(most, len(up))]
+        return [up, up[::-1]][: min(max_orders, len(up))]
 
     def answer(self, p: Probabilities) -> dict[str, Any]:
         """Return the answer's body."""

@@ -127,7 +127,9 @@ class _Example(BodyPart):
         unknown = self.answers.keys() - self.questions.keys()
         if unknown:
             raise RequestError(f"there is no question {min(unknown)[:80]!r}", param="examples")
-        return {name: self.questions[name].option_of(told) for name, told in self.answers.items()}
+        return {
+            name: self.questions[name].option_of(answer) for name, answer in self.answers.items()
+        }
 
 
 class FitFields(RequestBody):
@@ -174,11 +176,13 @@ class Forks:
 
         Raises LocalLLMError, and CannotDecideError if too few labels are a single token at the end
         of a prompt."""
-        most = max(len(order) for _, order in shown)
+        max_options = max(len(order) for _, order in shown)
         # All prompts have the same end after their options, whatever the labels. So the first
         # prompt is enough to find the labels.
         first_name, first_order = shown[0]
-        labels = await self._labels(await self._render(first_name, first_order, _CODES), most)
+        labels = await self._labels(
+            await self._render(first_name, first_order, _CODES), max_options
+        )
         ids = list(labels.values())
         jobs = [await self._render(name, order, list(labels)) for name, order in shown]
         prompts = [await self._tokens(job) for job in jobs]
