@@ -181,7 +181,9 @@ def _without_rejected_keywords(schema: Schema, refused: set[str], until_s: float
     Raises UnsupportedError if the time.monotonic value `until_s` is over."""
     for _ in range(_MAX_WORDS):
         if time.monotonic() > until_s:
-            raise UnsupportedError(f"the schema takes more than {_MAX_CHECKING_S:g} s to check")
+            raise UnsupportedError(
+                f"the schema takes more than {_MAX_CHECKING_S:g} s to check: simplify it"
+            )
         check = _loosely_checked(schema)
         if not check.error:
             return schema

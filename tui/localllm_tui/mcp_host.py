@@ -57,7 +57,7 @@ class McpHost:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         if self._session is None:
-            raise LocalLLMError(f"{self.name} is no longer running")
+            raise LocalLLMError(f"{self.name} is no longer running: start the chat again")
         try:
             result = await self._session.call_tool(
                 name, dict(arguments), read_timeout_seconds=_CALL_S

@@ -187,7 +187,9 @@ class LocalModelService:
         for local in store.scan():
             if str(local.path) == model.path:
                 return local
-        raise ModelNotFoundError(f"{model.name} is no longer on this disk")
+        raise ModelNotFoundError(
+            f"{model.name} is no longer on this disk: `localllm pull` downloads it again"
+        )
 
 
 def _machine_and_memory(request: PlanRequest) -> tuple[str, float]:

@@ -180,7 +180,8 @@ def _resumed(stream: KeptStream, digest: bytes, request: Request) -> Response:
     request."""
     if stream.digest != digest:
         raise RequestError(
-            "this Idempotency-Key belongs to another request", param="Idempotency-Key"
+            "this Idempotency-Key belongs to another request: send a new one",
+            param="Idempotency-Key",
         )
     return stream.answer(_last_event(request))
 

@@ -84,7 +84,7 @@ def each_input(sent: Any) -> list[str | list[int | str]]:
     """Return the inputs as a list. Token ids in `sent` make it one input. Raises RequestError."""
     if isinstance(sent, list) and not any(isinstance(piece, int) for piece in sent):
         if len(sent) > MAX_INPUTS:
-            raise RequestError(f"input has more than {MAX_INPUTS} entries", param="input")
+            raise RequestError(f"input has more than {MAX_INPUTS} entries: split it", param="input")
         return [each_input(entry)[0] for entry in sent] if _is_nested(sent) else sent
     if isinstance(sent, EmbeddedPrompt):
         return [sent.text()]

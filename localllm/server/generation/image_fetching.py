@@ -182,7 +182,7 @@ async def _get(client: httpx.AsyncClient, url: httpx.URL, budget: _FetchBudget) 
             return await _read(answer, budget)
         finally:
             await answer.aclose()
-    raise RequestError("the image's host can't be reached")
+    raise RequestError("the image's host can't be reached: send the image in base64")
 
 
 async def _read(answer: httpx.Response, budget: _FetchBudget) -> bytes | str:
@@ -209,7 +209,9 @@ async def _addresses(host: str, port: int) -> list[str]:
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as e:
-        raise RequestError("the image's host name can't be resolved") from e
+        raise RequestError(
+            "the image's host name can't be resolved: send the image in base64"
+        ) from e
     ips = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     meant = {"public", "loopback"} if is_loopback(host) else {"public"}
     if is_address(host):

@@ -162,7 +162,7 @@ class SecurityGate:
 
     def _check_host(self, value: bytes | None) -> None:
         if value is None:
-            raise AuthError("the request has no Host header")
+            raise AuthError("the request has no Host header: send one that names this server")
         if self.settings.unix_socket is not None:
             return
         name = host_name(value.decode("latin-1"))
@@ -207,7 +207,9 @@ class SecurityGate:
                 "this origin may not use this server", hint="allow it: --allow-origin ORIGIN"
             )
         if not origin and headers.get(b"sec-fetch-site", b"").strip().lower() == b"cross-site":
-            raise AuthError("a web page of another site may not use this server")
+            raise AuthError(
+                "a web page of another site may not use this server: only allowed origins may"
+            )
 
     def _check_body(self, method: str, path: str, headers: dict[bytes, bytes]) -> None:
         if method not in _BODY_METHODS:

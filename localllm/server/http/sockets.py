@@ -54,12 +54,16 @@ def _bind_one(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as e:
-        raise UsageError(f"{host!r} is not an address of this machine: {e.strerror or e}") from e
+        raise UsageError(
+            f"{host!r} is not an address of this machine: {e.strerror or e}; choose another --host"
+        ) from e
     family, kind, proto, _, address = found[0]
     try:
         sock = socket.socket(family, kind, proto)
     except OSError as e:
-        raise UsageError(f"can't listen on {host}:{port}: {e.strerror}") from e
+        raise UsageError(
+            f"can't listen on {host}:{port}: {e.strerror}; choose another --host or --port"
+        ) from e
     if os.name == "posix":
         # On Windows, this option would let two servers share the port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -72,7 +76,9 @@ def _bind_one(host: str, port: int) -> socket.socket:
             raise PortInUseError(f"port {port} on {host} is in use") from e
         if e.errno == errno.EACCES:
             raise PortInUseError(f"port {port} on {host} needs administrator rights") from e
-        raise UsageError(f"can't listen on {host}:{port}: {e.strerror}") from e
+        raise UsageError(
+            f"can't listen on {host}:{port}: {e.strerror}; choose another --host or --port"
+        ) from e
     return sock
 
 
@@ -105,7 +111,7 @@ def _make_room(path: Path) -> None:
     except OSError:
         return  # absent or not visible: `bind` reports why
     if not stat.S_ISSOCK(there.st_mode):
-        raise UsageError(f"{path.name} exists and is not a socket")
+        raise UsageError(f"{path.name} exists and is not a socket; choose another --unix PATH")
     with socket.socket(socket.AF_UNIX) as probe:
         # With a busy server, a blocking connection would wait.
         probe.setblocking(False)

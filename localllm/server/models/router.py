@@ -142,7 +142,9 @@ class ModelRouter:
         """
         if not name:
             if not self.named:
-                raise ModelNotFoundError("this server serves no model")
+                raise ModelNotFoundError(
+                    "this server serves no model: `localllm pull NAME` downloads one"
+                )
             generating = (m for m in self.named if not (m.facts.embeds or m.facts.ranks))
             return next(generating, self.named[0])
         match = self._match(name)

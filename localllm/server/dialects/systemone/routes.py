@@ -351,7 +351,8 @@ async def _scores(
         shown += [(name, order) for order in question.orders(orders)]
     if len(shown) > _MAX_FORKS:
         raise RequestError(
-            f"{len(shown)} questions and orders; {_MAX_FORKS} are the limit",
+            f"{len(shown)} prompts (questions times orders), but the limit is {_MAX_FORKS}: "
+            "send fewer questions or orders",
             param="questions",
         )
 
