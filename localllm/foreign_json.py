@@ -79,7 +79,7 @@ def check_size(body: bytearray) -> None:
         raise MalformedError(f"it is larger than {MAX_BYTES >> 20} MiB")
 
 
-def check_plain(coding: str | None) -> None:
+def check_uncompressed(coding: str | None) -> None:
     """Raise MalformedError for the Content-Encoding of a compressed body: a small one may become a
     huge one."""
     if coding not in (None, "", "identity"):

@@ -262,7 +262,7 @@ class _Process:
                 if not wanted():
                     raise ChildError("its caller stopped waiting") from None
                 if limits is not None:
-                    before_s = self._look(limits, before_s)
+                    before_s = self._check_limits(limits, before_s)
                 continue
             if not line:
                 raise ChildError("its process ended")
@@ -270,7 +270,7 @@ class _Process:
                 message: dict[str, Any] = json.loads(line)
                 return message
 
-    def _look(self, limits: ChildLimits, before_s: float | None) -> float:
+    def _check_limits(self, limits: ChildLimits, before_s: float | None) -> float:
         """Return the CPU seconds that the process had used before the work.
 
         Raises OverLimitError if the work has exceeded a limit.

@@ -75,7 +75,7 @@ class Settings:
                 changes[name] = Chosen(value, "config")
         return self._copy(changes)
 
-    def given(self, names: Iterable[str]) -> list[Setting]:
+    def flags_among(self, names: Iterable[str]) -> list[Setting]:
         """Return the settings among `names` that were given as flags on this command line."""
         return [setting(name) for name in names if self[name].origin == "flag"]
 

@@ -17,7 +17,7 @@ import httpx
 
 from localllm import sse
 from localllm.errors import BackendError
-from localllm.foreign_json import JsonPart, MalformedError, check_plain, parse, read
+from localllm.foreign_json import JsonPart, MalformedError, check_uncompressed, parse, read
 
 Messages = list[dict[str, str]]
 
@@ -257,7 +257,7 @@ class BenchTarget:
 
 def _complete(response: httpx.Response) -> _Reply:
     """Read a reply to its end. Raises MalformedError if it is compressed or too large."""
-    check_plain(response.headers.get("content-encoding"))
+    check_uncompressed(response.headers.get("content-encoding"))
     return _Reply(response.status_code, read(response.iter_bytes()))
 
 
@@ -271,7 +271,7 @@ def _read(
     answer = StreamedAnswer()
     last = started
     n = 0
-    check_plain(response.headers.get("content-encoding"))
+    check_uncompressed(response.headers.get("content-encoding"))
     for chunk in _chunks(response):
         error = chunk.get("error").value
         if error:

@@ -142,7 +142,7 @@ def measure_kv(reference: str) -> None:
     answer = checked_build.answers[-1]
     found = tuple(KvFidelity(**entry) for entry in answer["found"])
     file = kv_evidence.file_for(paths.kv_evidence_dir(), answer["fingerprint"])
-    kv_evidence.keep(file, answer["meaning"], kv_evidence.Kept(answer["model"], found))
+    kv_evidence.keep(file, answer["meaning"], kv_evidence.KvEvidence(answer["model"], found))
 
 
 def kv_checks(folder: Path) -> list[HealthCheck]:

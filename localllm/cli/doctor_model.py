@@ -7,7 +7,8 @@ from localllm.device.health import HealthCheck
 from localllm.library.types import LocalModel
 from localllm.quants.verdict import loss_ratio, more_exact
 
-# Fewer and shorter blocks than `localllm quality`: the error is larger, but a fault is far above it.
+# Fewer and shorter blocks than `localllm quality`: the error is larger, but a fault is far above
+# it.
 _BLOCKS = 3
 _BLOCK_TOKENS = 256
 
@@ -18,8 +19,10 @@ def model_checks(model: LocalModel) -> list[HealthCheck]:
     Raises the errors of loading it.
     """
     reference = more_exact(model)
-    wish = model_quality.QualityWish(model, reference, blocks=_BLOCKS, block_tokens=_BLOCK_TOKENS)
-    judged = model_quality.judged(wish)
+    request = model_quality.QualityRequest(
+        model, reference, blocks=_BLOCKS, block_tokens=_BLOCK_TOKENS
+    )
+    judged = model_quality.judged(request)
     checks = []
     for fault in judged.faults:
         fix = f"download it again, or make it again: localllm quality {model.path} measures it"
@@ -34,7 +37,7 @@ def model_checks(model: LocalModel) -> list[HealthCheck]:
 def _loss_check(judged: model_quality.Judged) -> HealthCheck:
     """Return the measured loss, or the reason why it was not measured."""
     found = judged.found
-    reference = judged.wish.reference
+    reference = judged.request.reference
     if reference is None or not found.has_reference:
         perplexity = model_quality.shown(found.perplexity, 2)
         text = (
@@ -44,7 +47,7 @@ def _loss_check(judged: model_quality.Judged) -> HealthCheck:
         fix = "localllm quality MODEL --against OTHER"
         return HealthCheck("loss", "not checked", text, fix)
     text = f"KL divergence {model_quality.shown(found.kl, 4)} nats from {reference.path.name}"
-    ratio = loss_ratio(found, judged.wish.model, reference)
+    ratio = loss_ratio(found, judged.request.model, reference)
     if ratio is not None:
-        text += f", {ratio:.1f} times what {judged.wish.model.quant} loses elsewhere"
+        text += f", {ratio:.1f} times what {judged.request.model.quant} loses elsewhere"
     return HealthCheck("loss", "ok", text, "")

@@ -41,7 +41,7 @@ FAULT = "fault: "
 
 
 @dataclass(frozen=True, slots=True)
-class QualityWish:
+class QualityRequest:
     """What a user wants to measure.
 
     `kv_type`: KV type of the model; the reference is then the same model with f16 ("": f16).
@@ -60,21 +60,21 @@ class QualityWish:
 class Judged:
     """A measurement and the faults that were found."""
 
-    wish: QualityWish
+    request: QualityRequest
     found: QualityFigures
     faults: Sequence[Fault]
 
 
-def judged(wish: QualityWish, *, quiet: bool = False) -> Judged:
+def judged(request: QualityRequest, *, quiet: bool = False) -> Judged:
     """Measure and judge a model. A terminal shows the figures so far, unless `quiet` is set.
 
     Raises DoesNotFitError, BackendError and the errors of planning.
     """
-    if wish.kv_type and wish.kv_type not in _KV_TYPES:
+    if request.kv_type and request.kv_type not in _KV_TYPES:
         raise UsageError(
-            f"there is no KV type {wish.kv_type[:20]!r}", hint=f"known: {', '.join(_KV_TYPES)}"
+            f"there is no KV type {request.kv_type[:20]!r}", hint=f"known: {', '.join(_KV_TYPES)}"
         )
-    faults = file_faults(wish.model, wish.reference)
+    faults = file_faults(request.model, request.reference)
     line = TerminalLine(sys.stderr)
 
     def show(text: str) -> None:
@@ -87,57 +87,57 @@ def judged(wish: QualityWish, *, quiet: bool = False) -> Judged:
     def on_stored(n_stored: int, of: int) -> None:
         show(f"reading the text with the reference: block {n_stored} of {of}")
 
-    show(f"loading {wish.model.name} …")
+    show(f"loading {request.model.name} …")
     try:
-        found = measure(_order(wish), on_block, on_stored)
+        found = measure(_order(request), on_block, on_stored)
     except BackendError as e:
         # The engine may be unable to run a file whose header shows why.
         if not faults:
             raise
         faults.append(Fault("engine", f"the engine can't run it: {e.message}"))
-        return Judged(wish, QualityFigures(), faults)
+        return Judged(request, QualityFigures(), faults)
     finally:
         show("")
-    faults += measured_faults(found, wish.model, wish.reference)
+    faults += measured_faults(found, request.model, request.reference)
     if not faults:
-        _keep(wish, found)
-    return Judged(wish, found, faults)
+        _keep(request, found)
+    return Judged(request, found, faults)
 
 
-def _keep(wish: QualityWish, found: QualityFigures) -> None:
+def _keep(request: QualityRequest, found: QualityFigures) -> None:
     """Store the loss of a quant for the planner, if its reference is nearly exact."""
-    reference = wish.reference
-    if reference is None or wish.kv_type or not found.has_reference or not found.blocks:
+    reference = request.reference
+    if reference is None or request.kv_type or not found.has_reference or not found.blocks:
         return
-    model = open_model(wish.model, load_catalog()).model
+    model = open_model(request.model, load_catalog()).model
     ratio = found.ln_ratio
     if model is None or ratio.error is None or target_bits(reference.quant) < _MIN_REFERENCE_BITS:
         return
     today = datetime.now(UTC).date().isoformat()
     loss = MeasuredLoss(
-        model.id, wish.model.quant, ratio.value, ratio.error, reference.quant, today
+        model.id, request.model.quant, ratio.value, ratio.error, reference.quant, today
     )
     keep_loss(loss)
 
 
-def _order(wish: QualityWish) -> QualityOrder:
-    load = _load_plan(wish.model, wish.block_tokens)
-    subject = _engine_model(load, wish.kv_type or "f16")
+def _order(request: QualityRequest) -> QualityOrder:
+    load = _load_plan(request.model, request.block_tokens)
+    subject = _engine_model(load, request.kv_type or "f16")
     needs_bytes = load.needs_bytes
     reference = None
-    if wish.kv_type:
+    if request.kv_type:
         reference = _engine_model(load, "f16")
-    elif wish.reference is not None:
-        other = _load_plan(wish.reference, wish.block_tokens)
+    elif request.reference is not None:
+        other = _load_plan(request.reference, request.block_tokens)
         reference = _engine_model(other, "f16")
         needs_bytes += other.needs_bytes
     free_bytes = free_for_models()
     return QualityOrder(
         subject,
         reference,
-        wish.text or sample_text(),
-        wish.blocks,
-        wish.block_tokens,
+        request.text or sample_text(),
+        request.blocks,
+        request.block_tokens,
         at_once=free_bytes is None or needs_bytes <= free_bytes,
     )
 
@@ -201,14 +201,14 @@ def _percent(share: float | None) -> float | None:
 
 def lines(judged: Judged) -> list[str]:
     """Format the figures and the faults."""
-    wish = judged.wish
+    request = judged.request
     found = judged.found
-    out = [f"{_named(wish.model)}: {found.n_tokens:,} tokens in {len(found.blocks)} blocks"]
+    out = [f"{_named(request.model)}: {found.n_tokens:,} tokens in {len(found.blocks)} blocks"]
     if found.blocks:
         out.append(f"perplexity      {shown(found.perplexity, 2)}")
     if found.blocks and found.has_reference:
-        against = f"{_named(wish.reference or wish.model)}"
-        if wish.kv_type:
+        against = f"{_named(request.reference or request.model)}"
+        if request.kv_type:
             against += ", KV in f16"
         out += [
             f"against         {against}: perplexity {shown(found.reference_perplexity, 2)}",
@@ -228,13 +228,13 @@ def _named(model: LocalModel) -> str:
 
 def as_json(judged: Judged) -> dict[str, Any]:
     """Return the figures and the faults for --json."""
-    wish = judged.wish
+    request = judged.request
     found = judged.found
     body: dict[str, Any] = {
-        "model": str(wish.model.path),
-        "reference": None if wish.reference is None else str(wish.reference.path),
-        "kv_type": wish.kv_type or "f16",
-        "block_tokens": wish.block_tokens,
+        "model": str(request.model.path),
+        "reference": None if request.reference is None else str(request.reference.path),
+        "kv_type": request.kv_type or "f16",
+        "block_tokens": request.block_tokens,
         "blocks": len(found.blocks),
         "tokens": found.n_tokens,
     }

@@ -44,7 +44,7 @@ class _Generation(Extension):
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
-class _GivenList(list[Any]):
+class _ReadOnlyList(list[Any]):
     """A list of the conversation, which templates can read but not change.
 
     Templates may change the lists that they created.
@@ -111,7 +111,7 @@ def _written(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     chars = 0
     try:
         # Variants share parts, so a template must not change them.
-        for piece in template.generate(_given(variables)):
+        for piece in template.generate(_read_only(variables)):
             chars += len(piece)
             if chars > MAX_CHARS:
                 raise FailedRenderingError(TOO_LONG)
@@ -125,12 +125,12 @@ def _written(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     return "".join(pieces)
 
 
-def _given(value: Any) -> Any:
+def _read_only(value: Any) -> Any:
     """A copy of `value` with lists that templates can't change."""
     if isinstance(value, Mapping):
-        return {k: _given(v) for k, v in value.items()}
+        return {k: _read_only(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return _GivenList(_given(v) for v in value)
+        return _ReadOnlyList(_read_only(v) for v in value)
     return value
 
 

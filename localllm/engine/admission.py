@@ -355,13 +355,13 @@ class Admission:
         shrinks and stops growing."""
         guard = self.guard
         budget = self.jobs.pool.kv.budget
-        if not guard.look(self.jobs.clock(), force=release_all):
+        if not guard.update(self.jobs.clock(), force=release_all):
             return
         if guard.pressure != "none" and budget.shrink(
             budget.held_bytes if release_all else guard.missing_bytes
         ):
             return_to_system()
-            guard.look(self.jobs.clock(), force=True)
+            guard.update(self.jobs.clock(), force=True)
         max_bytes = self.cache_bytes
         budget.resize(max_bytes if guard.pressure == "none" else min(max_bytes, budget.held_bytes))
 
@@ -381,7 +381,7 @@ class Admission:
             # A parked request is not rejected, because its answer has begun.
             for job in [j for j in self.jobs.waiting.values() if not j.admissions]:
                 hint = "close other programs, then send the request again"
-                self.jobs.fail(job, Failure(job.id, "server_busy", self.guard.why(), hint))
+                self.jobs.fail(job, Failure(job.id, "server_busy", self.guard.reason(), hint))
         return 1
 
 

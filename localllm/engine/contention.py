@@ -56,10 +56,10 @@ def of_this_process() -> CpuContention:
         allowed = sorted(os.sched_getaffinity(0))
     else:
         allowed = [*range(os.cpu_count() or 1)]
-    return CpuContention(lambda: _taken_s(allowed), len(allowed))
+    return CpuContention(lambda: _used_by_others_s(allowed), len(allowed))
 
 
-def _taken_s(allowed: list[int]) -> float | None:
+def _used_by_others_s(allowed: list[int]) -> float | None:
     """Seconds of processor time on the processors `allowed` that this process did not use. Time
     that a hypervisor took (steal) counts too."""
     import psutil

@@ -18,7 +18,7 @@ from localllm.engine.messages import Failure
 from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
 from localllm.engine.tokens import Tokens
-from localllm.engine.transfer.frames import DONE, HEAD, words_frame
+from localllm.engine.transfer.frames import DONE, HEAD, json_frame
 from localllm.engine.transfer.wire import BLOCK_TOKENS, CREDITS, block_frame
 from localllm_backends.contract import Backend, BackendFailure
 
@@ -62,7 +62,7 @@ class KvSender:
     def _send(self, job: RunningRequest) -> None:
         if job.id not in self._credits:
             self._credits[job.id] = CREDITS
-            self.outlet(job.id, [words_frame(HEAD, {"cached": job.cached})])
+            self.outlet(job.id, [json_frame(HEAD, {"cached": job.cached})])
         whole = not self.backend.capabilities.segments
         while self._credits[job.id]:
             stop = job.sent_to + BLOCK_TOKENS
@@ -85,7 +85,7 @@ class KvSender:
             data = self.backend.export_state(job.sequence)
             tokens = _named(job, job.sends_to)
             self._emit(job, KvEntry(self._name(job), tokens, 0, state=True), data)
-        self.outlet(job.id, [words_frame(DONE, {})])
+        self.outlet(job.id, [json_frame(DONE, {})])
         self.jobs.finish(job, "length")
 
     def _name(self, job: RunningRequest) -> str:

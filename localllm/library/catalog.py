@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from localllm import json_store, paths
 from localllm.errors import CatalogFileError, ModelFileError
 from localllm.library import names
-from localllm.library.kept_facts import KeptFacts, key_of
+from localllm.library.cached_facts import CachedFacts, key_of
 from localllm_catalog.errors import CatalogError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ UPDATE_FILE = "00-hub-listings.toml"
 SHIPPED = datetime.date(2026, 11, 21)
 OLD_DAYS = 60
 # Kept because a vocabulary is an array of up to half a million strings of any length.
-_STRING_ENDS = KeptFacts("string-arrays.json")
+_STRING_ENDS = CachedFacts("string-arrays.json")
 _DATED = re.compile(r"# Read from the hub on (\d{4}-\d\d-\d\d)")
 
 

@@ -6,11 +6,11 @@ import hashlib
 from pathlib import Path
 
 from localllm.library import store
-from localllm.library.kept_facts import KeptFacts, key_of
+from localllm.library.cached_facts import CachedFacts, key_of
 from localllm.library.types import LocalModel
 
 _SHA256_DIGITS = 64
-kept = KeptFacts("digests.json")
+kept = CachedFacts("digests.json")
 
 
 def model_digest(model: LocalModel) -> str:

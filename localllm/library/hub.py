@@ -21,7 +21,7 @@ from urllib.parse import quote, urlsplit
 
 from localllm import __version__, certificates
 from localllm.errors import DownloadError, ModelNotFoundError, UsageError
-from localllm.foreign_json import JsonPart, MalformedError, check_plain, parse, read
+from localllm.foreign_json import JsonPart, MalformedError, check_uncompressed, parse, read
 from localllm.library import names
 from localllm.library.file_kinds import is_gguf
 from localllm.library.names import endpoint as endpoint
@@ -285,7 +285,7 @@ def _listing(response: httpx.Response, repo: str, revision: str, refusal: str) -
     if response.is_error:
         raise status_error(response.status_code, response.headers, host, repo)
     try:
-        check_plain(response.headers.get("content-encoding"))
+        check_uncompressed(response.headers.get("content-encoding"))
         body = read(response.iter_bytes())
     except MalformedError as e:
         raise _unusable(repo, e.message) from e

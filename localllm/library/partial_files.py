@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from localllm.library.kept_facts import KeptFacts, key_of
+from localllm.library.cached_facts import CachedFacts, key_of
 from localllm_catalog.errors import CatalogError, PartialFileError
 
-_kept = KeptFacts("partial-files.json")
+_kept = CachedFacts("partial-files.json")
 
 
 def reasons(files: Iterable[Path]) -> dict[Path, str]:

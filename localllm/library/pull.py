@@ -1,5 +1,4 @@
-"""Brings a model to this disk complete and verified, and fetches it only if no application has
-it."""
+"""Downloads a model complete and verified, and only if no application has it."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from localllm.library import (
     targets,
     variants,
 )
-from localllm.library.bringing import bring, has_content
 from localllm.library.catalog import load_catalog
+from localllm.library.download_files import download, has_content
 from localllm.library.hub import HubUnreachableError, Listing, Patience, RepoFile
 from localllm.library.names import ModelReference
 from localllm.library.resolve import resolve
@@ -84,7 +83,9 @@ def pull(
         if other_copy is not None:
             return other_copy
         try:
-            return bring(listing, selection, wanted, progress, reserve_bytes, patience, _check_kind)
+            return download(
+                listing, selection, wanted, progress, reserve_bytes, patience, _check_kind
+            )
         except ModelFileError as e:
             listing = _without_refused(listing, selection, wanted, e)
             try:
@@ -133,7 +134,7 @@ def pull_drafter(
                 hint=f"see {companion.url}",
             )
         named = ModelReference("", "", companion.repo)
-        return bring(listing, folder, named, progress, RESERVE_BYTES, patience, None).path
+        return download(listing, folder, named, progress, RESERVE_BYTES, patience, None).path
     files = [
         f
         for f in listing.files
@@ -146,7 +147,7 @@ def pull_drafter(
     smallest = min(files, key=attrgetter("size_bytes"))
     selection = Selection(Format.GGUF, "", (smallest,))
     wanted = ModelReference("", "", companion.repo, file=smallest.name)
-    return bring(listing, selection, wanted, progress, RESERVE_BYTES, patience, None).path
+    return download(listing, selection, wanted, progress, RESERVE_BYTES, patience, None).path
 
 
 def _ignore_progress(_: DownloadProgress) -> None:

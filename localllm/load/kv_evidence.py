@@ -55,14 +55,14 @@ def file_for(folder: Path, fingerprint: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KvEvidence:
     """Contents of a file: the model's name, and the measured pairs of KV types."""
 
     model: str = ""
     found: tuple[KvFidelity, ...] = ()
 
 
-def read(file: Path, meaning: str | None = None) -> Kept:
+def read(file: Path, meaning: str | None = None) -> KvEvidence:
     """Read the measurements in `file`.
 
     Returns an empty Kept if the file is missing or damaged, or if `meaning` is given and names
@@ -70,15 +70,15 @@ def read(file: Path, meaning: str | None = None) -> Kept:
     """
     body = json_store.read(file)
     if meaning is not None and body.get("build") != meaning:
-        return Kept()
+        return KvEvidence()
     try:
         found = [json_store.record(KvFidelity, entry) for entry in body["found"]]
         pairs = tuple(pair for pair in found if pair is not None)
-        return Kept(str(body.get("model", "")), pairs)
+        return KvEvidence(str(body.get("model", "")), pairs)
     except (ValueError, KeyError, TypeError, AttributeError):
-        return Kept()
+        return KvEvidence()
 
 
-def keep(file: Path, meaning: str, kept: Kept) -> None:
+def keep(file: Path, meaning: str, kept: KvEvidence) -> None:
     """Store the measurements of the build `meaning`. Disk errors are ignored."""
     json_store.keep(file, {"build": meaning, **asdict(kept)})

@@ -59,10 +59,10 @@ class Memory:
     @property
     def loadable_bytes(self) -> int:
         """The most that may be loaded now. For a card this leaves its margin free."""
-        return max(0, min(self.limit_bytes, self._not_taken_bytes))
+        return max(0, min(self.limit_bytes, self._unused_bytes))
 
     @property
-    def _not_taken_bytes(self) -> int:
+    def _unused_bytes(self) -> int:
         return self.total_bytes - self.system_bytes - self.others_bytes
 
     def account(self) -> str:
@@ -76,7 +76,7 @@ class Memory:
             reasons.append(f"the system reserves {gb(self.system_bytes, 1)}")
         if self.others_bytes:
             reasons.append(f"other programs use {gb(self.others_bytes, 1)}")
-        if self.limit_bytes < self._not_taken_bytes:
+        if self.limit_bytes < self._unused_bytes:
             reasons.append(f"{self.source} allows {gb(self.limit_bytes, 1)}")
         causes = " and ".join(reasons) or "all of it is free"
         return f"{gb(self.loadable_bytes, 1)} for a model, of {gb(self.total_bytes, 1)}: {causes}"

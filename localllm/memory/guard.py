@@ -110,7 +110,7 @@ def _not_reported() -> None:
 class MemoryGuard:
     """Memory pressure as seen by a running engine.
 
-    Call `look` at intervals, then read `pressure` and `missing_bytes`. `system_pressure` is the
+    Call `update` at intervals, then read `pressure` and `missing_bytes`. `system_pressure` is the
     system's own report (macOS). It takes precedence over the available bytes.
     """
 
@@ -119,14 +119,14 @@ class MemoryGuard:
     system_pressure: Callable[[], Pressure | None] = _not_reported
     pressure: Pressure = "none"
     available_bytes: int | None = None
-    _next_look_s: float = float("-inf")
+    _next_update_s: float = float("-inf")
 
-    def look(self, now_s: float, *, force: bool = False) -> bool:
+    def update(self, now_s: float, *, force: bool = False) -> bool:
         """Read the available memory, at most four times a second unless forced. Returns True if it
         was read."""
-        if self.headroom_bytes <= 0 or (now_s < self._next_look_s and not force):
+        if self.headroom_bytes <= 0 or (now_s < self._next_update_s and not force):
             return False
-        self._next_look_s = now_s + _CHECK_S
+        self._next_update_s = now_s + _CHECK_S
         self.available_bytes = self.available()
         self.pressure = self.system_pressure() or judge(
             self.available_bytes, self.headroom_bytes, self.pressure
@@ -156,7 +156,7 @@ class MemoryGuard:
             return None
         return max(0, self.available_bytes - self.headroom_bytes)
 
-    def why(self) -> str:
+    def reason(self) -> str:
         """The state in one sentence, for an error message."""
         return (
             f"this machine has {gb(self.available_bytes or 0, 2)} of memory left, but "

@@ -301,7 +301,7 @@ def _take(step: Step, folder: Path, log: Path, report: Report, run: Run) -> None
     code = run(installer.command(words), environment, log)
     if code:
         raise SetupError(
-            f"{step.text}: the installation ended with exit code {code}: {last_words(log)}",
+            f"{step.text}: the installation ended with exit code {code}: {last_output(log)}",
             hint=f"the previous build stays in use; the complete output is in {log}",
         )
     report(f"   done in {time.monotonic() - started:.0f} s")
@@ -372,7 +372,7 @@ def _run(command: list[str], environment: Mapping[str, str], log: Path) -> int:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return process.wait(_TICK_S)
-                waited = f"   … {time.monotonic() - started:.0f} s: {last_words(log)[:90]}"
+                waited = f"   … {time.monotonic() - started:.0f} s: {last_output(log)[:90]}"
                 print(waited, file=sys.stderr, flush=True)
         except BaseException:
             process.terminate()
@@ -380,7 +380,7 @@ def _run(command: list[str], environment: Mapping[str, str], log: Path) -> int:
             raise
 
 
-def last_words(log: Path) -> str:
+def last_output(log: Path) -> str:
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)

@@ -27,7 +27,7 @@ def command(words: Sequence[str]) -> list[str]:
         if uv:
             # uv's pip takes the same arguments.
             return [uv, "pip", words[0], "--python", sys.executable, *words[1:]]
-        _bring_pip()
+        _install_pip()
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
 
 
@@ -41,7 +41,7 @@ def _uv() -> str | None:
     return shutil.which("uv", path=os.pathsep.join(folders))
 
 
-def _bring_pip() -> None:
+def _install_pip() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ensurepip", "--default-pip"],
         capture_output=True,

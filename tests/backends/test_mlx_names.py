@@ -37,14 +37,14 @@ def test_every_imported_name_is_in_the_list() -> None:
 
 
 def test_the_installed_releases_have_every_name() -> None:
-    assert library_names.gone() == {}
+    assert library_names.missing_names() == {}
 
 
 def test_a_removed_name_is_reported_with_its_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("mlx_lm.utils.load_adapters")
     monkeypatch.setattr("mlx_lm.utils.load_model", lambda folder, lazy=False: None)
     monkeypatch.setitem(sys.modules, "mlx_lm.convert", SimpleNamespace())
-    assert library_names.gone() == {
+    assert library_names.missing_names() == {
         "LoRA adapters": ["mlx_lm.utils.load_adapters"],
         "quants": ["mlx_lm.convert.convert"],
         "draft heads": ["mlx_lm.utils.load_model(get_model_classes)"],

@@ -105,7 +105,7 @@ def test_an_option_has_a_value_of_its_type(
 ) -> None:
     settings = settings_of(command, *words)
     assert settings.value(name) == value
-    assert [row.name for row in settings.given(NAMES)] == [name]
+    assert [row.name for row in settings.flags_among(NAMES)] == [name]
 
 
 def test_a_value_of_another_type_is_refused(command: Command) -> None:

@@ -15,7 +15,7 @@ from localllm.engine.cache.identity import identity_of
 from localllm.engine.cache.kv_file import KvEntry
 from localllm.engine.cache.tree import as_tokens
 from localllm.engine.transfer.fetching import KvFetch, WantedKv
-from localllm.engine.transfer.frames import DONE, words_frame
+from localllm.engine.transfer.frames import DONE, json_frame
 from localllm.engine.transfer.peer import KvAnswer, KvPeer
 from localllm.engine.transfer.wire import BLOCK_TOKENS, block_frame
 from support.scripted_backend import ScriptedBackend
@@ -44,7 +44,7 @@ def pieces() -> list[bytes]:
     for start in (0, BLOCK_TOKENS):
         entry = KvEntry(IDENTITY.name, PROMPT[: start + BLOCK_TOKENS], start)
         frames += b"".join(block_frame(entry, data))
-    frames += words_frame(DONE, {})
+    frames += json_frame(DONE, {})
     return [frames[at : at + PIECE_BYTES] for at in range(0, len(frames), PIECE_BYTES)]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from localllm.engine.cache.kv_file import KvEntry
 from localllm.engine.transfer.errors import BadFrameError
-from localllm.engine.transfer.frames import DONE, FRAME, HEAD, pads_frame, words_frame
+from localllm.engine.transfer.frames import DONE, FRAME, HEAD, json_frame, pads_frame
 from localllm.engine.transfer.wire import Frame, FrameReader, block_frame
 
 TOKENS = np.arange(300, dtype=np.int32)
@@ -19,8 +19,8 @@ DATA = random.Random(1).randbytes(1_200_000)
 
 
 def sent() -> bytes:
-    parts = [words_frame(HEAD, {"cached": 3}), *block_frame(ENTRY, DATA), pads_frame(0)]
-    return b"".join([*parts, words_frame(DONE, {})])
+    parts = [json_frame(HEAD, {"cached": 3}), *block_frame(ENTRY, DATA), pads_frame(0)]
+    return b"".join([*parts, json_frame(DONE, {})])
 
 
 def read(data: bytes, size: int, most: int = 2_000_000) -> list[Frame]:

@@ -64,7 +64,7 @@ def test_more_memory_is_never_more_pressure(available: int, more: int, before: A
 def test_unknown_memory_is_no_pressure_and_no_headroom_is_no_guard() -> None:
     assert judge(None, HEADROOM, "hold") == "none"
     guard = MemoryGuard(lambda: pytest.fail("nobody asked for a guard"), 0)
-    assert not guard.look(0.0)
+    assert not guard.update(0.0)
     assert guard.snapshot() == {"headroom_bytes": 0, "pressure": "none"}
 
 
@@ -74,7 +74,7 @@ def test_the_system_is_asked_at_most_four_times_a_second() -> None:
     guard = MemoryGuard(lambda: looks.append(now) or GIB, HEADROOM)  # type: ignore[func-returns-value]
     for i in range(2001):
         now = i / 1000
-        guard.look(now)
+        guard.update(now)
     assert looks == [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
 
 
@@ -179,7 +179,7 @@ def test_macos_reports_its_memory_pressure_level(level: int, means: str, percent
     }
     mac = SystemMemory(read=lambda _: "", sysctl=said.get)
     guard = MemoryGuard(mac.available_bytes, headroom_bytes(mac.total_bytes), mac.pressure)
-    assert guard.look(0.0)
+    assert guard.update(0.0)
     assert guard.pressure == means
     assert guard.missing_bytes > 0 or (means == "none" and percent > 1)
     assert (guard.free_bytes or 0) == (
@@ -192,7 +192,7 @@ def test_with_an_unknown_macos_level_available_memory_decides(level: int | None)
     mac = SystemMemory(read=lambda _: "", sysctl={"kern.memorystatus_vm_pressure_level": level}.get)
     for available, means in ((2 * GIB, "none"), (90 * MB, "shrink"), (10 * MB, "hold")):
         guard = MemoryGuard(lambda free=available: free, HEADROOM, mac.pressure)  # type: ignore[misc]
-        guard.look(0.0)
+        guard.update(0.0)
         assert guard.pressure == means
 
 

@@ -93,7 +93,7 @@ class McpHost:
             )
             with tempfile.TemporaryFile() as self._errors:
                 try:
-                    await self._talk(parameters, ready)
+                    await self._serve_session(parameters, ready)
                 finally:
                     self._read_errors()
         except Exception as e:
@@ -102,7 +102,9 @@ class McpHost:
         finally:
             self._session = self._errors = None
 
-    async def _talk(self, parameters: Any, ready: asyncio.Future[Sequence[ToolSpec]]) -> None:
+    async def _serve_session(
+        self, parameters: Any, ready: asyncio.Future[Sequence[ToolSpec]]
+    ) -> None:
         from mcp import ClientSession, stdio_client
 
         async with (

@@ -109,7 +109,7 @@ def choose(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[
                 f"{1 / timing.f16_s:.0f}: this device has no fast kernel for it"
             )
         reason_of_change = reason_of_change or reason
-    if not room_for_f16(model, spec):
+    if not f16_fits(model, spec):
         return spec, (
             f"KV type {_name(wanted)} is slow on this machine ({reason_of_change}), but it "
             "stays in use because an f16 cache does not fit in memory"
@@ -224,7 +224,7 @@ class _Timed:
         return time.perf_counter() - started
 
 
-def room_for_f16(model: Any, spec: LoadSpec) -> bool:
+def f16_fits(model: Any, spec: LoadSpec) -> bool:
     """Return whether an f16 cache for the full context would leave enough memory on each device.
 
     The size is scaled up from the log of a small context.

@@ -228,7 +228,7 @@ class PausingPrefill(PrefillSlices):
         """Callback of llama.cpp: before each node (`ask`) whether to stop after it, and after such
         a node."""
         if ask:
-            return self._timer.stops_here()
+            return self._timer.is_last_of_group()
         if not self._stopping and self._timer.time_is_up():
             self._answers.put(False)
             self._wait()
@@ -268,7 +268,7 @@ class PauseTimer:
         self._nodes = count(1)
         self._since = self._clock()
 
-    def stops_here(self) -> bool:
+    def is_last_of_group(self) -> bool:
         """Return whether this node is the last of a group."""
         return next(self._nodes) % _NODES == 0
 

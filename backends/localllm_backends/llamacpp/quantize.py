@@ -88,11 +88,11 @@ def _run(llama: Any, source: str, target: str, params: Any) -> None:
     if code:
         reason = log.reason().removeprefix("failed to quantize: ")
         raise LoadError(
-            f"llama.cpp can't quantise {Path(source).name!r}: {reason}", _what_to_do(reason)
+            f"llama.cpp can't quantise {Path(source).name!r}: {reason}", _quantize_hint(reason)
         )
 
 
-def _what_to_do(reason: str) -> str:
+def _quantize_hint(reason: str) -> str:
     if "imatrix" in reason or "importance matrix" in reason:
         return (
             "give the importance matrix of this very model with --imatrix, or choose a larger quant"

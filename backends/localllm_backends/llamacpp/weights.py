@@ -85,7 +85,7 @@ def open_file(path: Path, params: Any, on_progress: Callable[[float], None] | No
         why = log.reason()
         if "unable to allocate" in why or "failed to allocate" in why:
             raise OutOfMemoryError(f"not enough memory for the weights of {path.name!r}: {why}")
-        raise LoadError(f"llama.cpp can't load {path.name!r}: {why}", what_to_do(why))
+        raise LoadError(f"llama.cpp can't load {path.name!r}: {why}", load_hint(why))
     return model
 
 
@@ -130,11 +130,11 @@ _DAMAGED = (
 )
 
 
-def what_to_do(why: str) -> str:
+def load_hint(reason: str) -> str:
     """Return the remedy for a load error in llama.cpp's words; "" if the file is damaged."""
-    if any(sign in why for sign in _DAMAGED):
+    if any(sign in reason for sign in _DAMAGED):
         return ""
-    if "unknown model architecture" in why:
+    if "unknown model architecture" in reason:
         return (
             "a newer llama.cpp may support it (`localllm setup`); if the file comes from "
             "Ollama's store, download a GGUF file of the model from the hub"

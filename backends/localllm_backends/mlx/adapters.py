@@ -56,10 +56,10 @@ class AdapterLayers:
                 raise LoadError(
                     f"{name!r} is not a LoRA adapter for this model: {explain(why)}"
                 ) from e
-            self._adapters.append(self._taken_out(model))
+            self._adapters.append(self._detach_lora(model))
         model.eval()
 
-    def _taken_out(self, model: Any) -> dict[str, LoraLayer]:
+    def _detach_lora(self, model: Any) -> dict[str, LoraLayer]:
         """Put the model's own layers back in place of its LoRA layers, and return those."""
         found: dict[str, LoraLayer] = {}
         for place, layer in model.named_modules():

@@ -57,7 +57,7 @@ def names() -> dict[str, list[str]]:
     return found
 
 
-def gone() -> dict[str, list[str]]:
+def missing_names() -> dict[str, list[str]]:
     """Return the names that the installed releases lack, by feature. Features without any are left
     out.
 
@@ -85,7 +85,7 @@ def _exists(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    lacking = gone()
+    lacking = missing_names()
     for feature_title, lacks in lacking.items():
         print(f"{feature_title}: {', '.join(lacks)}")
     sys.exit(bool(lacking))

@@ -49,7 +49,7 @@ class Wanted:
     def loading_flags(self) -> list[str]:
         """The given flags that decide how a model is loaded. They can't apply to a running
         server."""
-        return [row.flag for row in self.settings.given(LOADING)]
+        return [row.flag for row in self.settings.flags_among(LOADING)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ class _ModelServer:
                 ) as client,
                 client.stream("GET", f"{self.base_url}/{path}") as reply,
             ):
-                foreign_json.check_plain(reply.headers.get("content-encoding"))
+                foreign_json.check_uncompressed(reply.headers.get("content-encoding"))
                 return reply.status_code, foreign_json.read(reply.iter_bytes())
         except (httpx.HTTPError, httpx.InvalidURL) as e:
             raise ServerUnreachableError(

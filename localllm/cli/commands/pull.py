@@ -64,9 +64,9 @@ def pull(
         found: LocalModel = fetch(
             ref, on_progress=watch, choose=variant_choice(ref), mmproj=mmproj, offline=no_network
         )
-        brought = {}
+        drafter_files = {}
         if drafter and not no_network:
-            brought = _fetch_drafter(ref, found, meter)
+            drafter_files = _fetch_drafter(ref, found, meter)
     except KeyboardInterrupt:
         meter.close()
         if not quiet:
@@ -75,12 +75,12 @@ def pull(
     finally:
         meter.close()
     if as_json:
-        drafters = [str(file) for file in brought.values()]
+        drafters = [str(file) for file in drafter_files.values()]
         print_json({**as_row(found), "drafter": next(iter(drafters), None)})
         return
     if not quiet:
-        _print_found(ref, found, brought)
-    if drafter and not brought and not quiet:
+        _print_found(ref, found, drafter_files)
+    if drafter and not drafter_files and not quiet:
         print(
             "no drafter was downloaded: no published drafter is known for this model and format",
             file=sys.stderr,
@@ -102,7 +102,7 @@ def _fetch_drafter(ref: str, found: LocalModel, meter: ProgressLine) -> dict[Com
     return {}
 
 
-def _print_found(ref: str, found: LocalModel, brought: dict[Companion, Path]) -> None:
+def _print_found(ref: str, found: LocalModel, drafter_files: dict[Companion, Path]) -> None:
     """Print how to chat with the model, and its drafters."""
     from localllm.formatting import byte_size
     from localllm.library.file_kinds import of_header
@@ -115,7 +115,7 @@ def _print_found(ref: str, found: LocalModel, brought: dict[Companion, Path]) ->
         command = f"localllm serve {typed}"
     print(f"{name}, {size}: `{command}`", file=sys.stderr)
     for companion in companions_of(ref, of_folder=found.is_folder):
-        print(offered(ref, companion, brought.get(companion)), file=sys.stderr)
+        print(offered(ref, companion, drafter_files.get(companion)), file=sys.stderr)
 
 
 def _print_needed(ref: str) -> None:

@@ -82,8 +82,8 @@ def quality(
             "--tools compares two templates, and no other file of the model is installed",
             hint="give one with --against",
         )
-    wish = model_quality.QualityWish(model, reference, kv, _read(text), blocks, block)
-    judged = model_quality.judged(wish, quiet=quiet)
+    request = model_quality.QualityRequest(model, reference, kv, _read(text), blocks, block)
+    judged = model_quality.judged(request, quiet=quiet)
     body = model_quality.as_json(judged)
     out = model_quality.lines(judged)
     if tools and reference is not None:

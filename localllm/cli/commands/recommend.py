@@ -213,7 +213,7 @@ def recommend(
     no_network = bool(settings.value("offline"))
     of_list = (as_list, as_json, explain, at, fits, budget, compare, plot, names, everything)
     of_machine = (bandwidth, ram, vram_headroom is not None, headroom is not None)
-    of_models = (model, sees, hears, parallel > 1, min_speed, settings.given(_PLACING))
+    of_models = (model, sees, hears, parallel > 1, min_speed, settings.flags_among(_PLACING))
     asks_one = (*of_list, *of_machine, *of_models)
     if not any(asks_one) and os.environ.get("TERM") != "dumb" and at_a_terminal():
         _open_screen(workload.purpose, context, device or "", memory or 0.0, offline=no_network)

@@ -268,7 +268,7 @@ def _nvidia_memory(
     return None, [Finding("warning", reported)]
 
 
-def left_idle(names: Sequence[str], accelerator: Accelerator = "cuda") -> Finding:
+def unused_cards(names: Sequence[str], accelerator: Accelerator = "cuda") -> Finding:
     """Return a finding on cards that are left unused.
 
     One engine runs a model, and it uses only the devices it has kernels for.
@@ -294,7 +294,7 @@ def one_machine(found: Sequence[Device], base: Device) -> Device:
     idle = [card.name for card in found if card.accelerator != accelerator]
     findings = list(chain.from_iterable(card.findings for card in found))
     if idle:
-        findings.append(left_idle(idle, accelerator))
+        findings.append(unused_cards(idle, accelerator))
     if len(used) > 1:
         reported = (
             f"{len(used)} GPUs: a model that fits on one runs on the fastest such GPU; larger "

@@ -11,11 +11,11 @@ from dataclasses import replace
 from localllm.device.machines import one_pool
 from localllm.device.machines.common import (
     as_processor,
-    left_idle,
     no_driver,
     nvidia_cards,
     nvidia_gpus,
     one_machine,
+    unused_cards,
     with_findings,
 )
 from localllm.device.machines.linux_amd import amd_cards, amd_pools, identify_amd
@@ -97,7 +97,7 @@ def _other_findings(readings: Readings, system: LinuxSystem) -> list[Finding]:
     names = [card.name for card in (*amd_cards(readings, amd_gpus(readings)), *arcs(readings))]
     names += amd_pools(readings, system)
     if names:
-        return [left_idle(names)]
+        return [unused_cards(names)]
     return []
 
 

@@ -13,7 +13,6 @@ from localllm.device.machines import common, one_pool
 from localllm.device.machines.common import (
     as_processor,
     card_of,
-    left_idle,
     modules_bandwidth,
     no_driver,
     nvidia_cards,
@@ -21,6 +20,7 @@ from localllm.device.machines.common import (
     one_machine,
     ram_disagrees,
     shared_bandwidth,
+    unused_cards,
     with_findings,
 )
 from localllm.device.parsers import integer, windows
@@ -86,7 +86,7 @@ def _with_nvidia(cards: list[Device], adapters: list[windows.Adapter], base: Dev
     """Return the machine by its NVIDIA cards, with a finding on the GPUs that CUDA does not use."""
     others = [card.name for card in _cards(adapters)] + _pools(adapters, base)
     if others:
-        base = with_findings(base, [left_idle(others)])
+        base = with_findings(base, [unused_cards(others)])
     return one_machine(cards, base)
 
 

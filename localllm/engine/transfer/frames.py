@@ -31,7 +31,7 @@ MAX_PADS_BYTES = 2**20
 FRAME = struct.Struct("<4sQ")
 
 
-def words_frame(kind: bytes, words: Mapping[str, Any]) -> bytes:
+def json_frame(kind: bytes, words: Mapping[str, Any]) -> bytes:
     """A frame with JSON."""
     body = json.dumps(words).encode()
     return FRAME.pack(kind, len(body)) + body

@@ -29,7 +29,7 @@ class KvOutlet:
         """Send a frame of KV. Its pieces are made in the outlet's thread."""
         self._put((request_id, frame))
 
-    def taken(self, events: list[Event]) -> list[Event]:
+    def send_kv_events(self, events: list[Event]) -> list[Event]:
         """Send the events of requests that send KV, and return the others."""
         if not self.ids:
             return events

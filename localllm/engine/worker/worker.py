@@ -317,7 +317,7 @@ class Worker:
         return self._tokenizer.tokens(text, special=sent["special"], add_bos=add_bos)
 
     def _send(self, events: list[Event]) -> None:
-        events = self._outlet.taken(events)
+        events = self._outlet.send_kv_events(events)
         if events:
             self._pipe.send_line(f'{{"ev":[{",".join([event_text(e) for e in events])}]}}\n')
 

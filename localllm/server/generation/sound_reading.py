@@ -48,7 +48,7 @@ class AudioSupport:
     others: Sequence[str] = ()
 
 
-def deaf_error(where: str, hearing: AudioSupport) -> UnsupportedError:
+def no_audio_error(where: str, hearing: AudioSupport) -> UnsupportedError:
     """The error for a sound that the model can't hear."""
     hint = (
         "`localllm recommend --hears` lists models that do; a projector file must be in the "
@@ -105,7 +105,7 @@ class SoundReader:
         """
         if not hearing.rate_hz:
             if attached.asked:
-                raise deaf_error(attached.where, hearing)
+                raise no_audio_error(attached.where, hearing)
             return replace(attached, problem=sounds.NOTE)
         found = Sound(problem=attached.problem)
         if not attached.problem:

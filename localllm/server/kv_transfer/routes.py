@@ -16,8 +16,8 @@ from localllm.engine.transfer.frames import (
     HEAD,
     MAX_PADS_BYTES,
     MEDIA_TYPE,
+    json_frame,
     pads_frame,
-    words_frame,
 )
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import AuthError, RequestError, UnsupportedError
@@ -172,5 +172,5 @@ async def _probe(fields: KvFields, model: ServedModel) -> Response:
         "prefill_tok_s": snapshot.get("prefill_tok_s", 0.0),
         "most_tokens": (model.served_n_ctx or 1) - 1,
     }
-    body = words_frame(HEAD, head) + pads_frame(fields.pads) + words_frame(DONE, {})
+    body = json_frame(HEAD, head) + pads_frame(fields.pads) + json_frame(DONE, {})
     return Response(body, media_type=MEDIA_TYPE)

@@ -9,7 +9,7 @@ from secrets import token_hex
 from starlette.responses import Response
 
 from localllm.engine.messages import Event, Failure, Finish, Generation, Prefill, Request, Usage
-from localllm.engine.transfer.frames import FAIL, MEDIA_TYPE, words_frame
+from localllm.engine.transfer.frames import FAIL, MEDIA_TYPE, json_frame
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import WorkerDiedError, by_code
 from localllm.server.http.accounts import Account
@@ -38,7 +38,7 @@ class KvSending:
     async def begin(self) -> None:
         """Wait for the first frame. Raises the LocalLLMError if the engine refuses the request."""
         self._sending = asyncio.create_task(
-            self._engine.send_kv(self._request, self._hear, self._pieces.put_nowait)
+            self._engine.send_kv(self._request, self._on_event, self._pieces.put_nowait)
         )
         self._sending.add_done_callback(self._end)
         first = await self._pieces.get()
@@ -49,7 +49,7 @@ class KvSending:
             raise WorkerDiedError("the engine sent no KV")
         self._first = first
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if isinstance(event, Prefill):
             self._done = Usage(event.done, cached_tokens=event.cached)
 
@@ -75,10 +75,10 @@ class KvSending:
         last = b""
         with suppress(asyncio.CancelledError):
             end = await self._sending
-            # An engine that died within a frame ends the body there. More bytes would be read as the
-            # rest of that frame.
+            # An engine that died within a frame ends the body there. More bytes would be read as
+            # the rest of that frame.
             if isinstance(end, Failure) and not in_frame:
-                last = words_frame(FAIL, {"message": end.message})
+                last = json_frame(FAIL, {"message": end.message})
         await send({"type": "http.response.body", "body": last})
 
     async def close(self, account: Account) -> None:

@@ -73,7 +73,7 @@ class ModelAdmission:
                 idle = [m for m in self._admitted if m.loaded and not m.in_use]
                 victim = min(idle, key=attrgetter("last_used_s"), default=None)
                 if victim is None:
-                    raise BusyError(await self._why(model), retry_after_s=_RETRY_AFTER_S)
+                    raise BusyError(await self._reason_refused(model), retry_after_s=_RETRY_AFTER_S)
                 log.info("unloading %s to make room for %s", victim.name, model.name)
                 self._admitted.remove(victim)
                 await victim.unload()
@@ -88,10 +88,10 @@ class ModelAdmission:
         """True if `model` could be loaded now without unloading another."""
         room_bytes = self.limit_bytes
         if self._admitted and model not in self._admitted:
-            room_bytes = await self._room_bytes()
+            room_bytes = await self._free_bytes()
         return has_room(model.facts.needs_bytes, room_bytes)
 
-    async def _room_bytes(self) -> int:
+    async def _free_bytes(self) -> int:
         """The bytes left for one more model, in addition to the admitted ones."""
         room_bytes = self.limit_bytes - self.held_bytes
         if self._available is not None:
@@ -101,8 +101,8 @@ class ModelAdmission:
             room_bytes = min(room_bytes, free_bytes)
         return max(0, room_bytes)
 
-    async def _why(self, model: ModelWorker) -> str:
-        free_bytes = await self._room_bytes()
+    async def _reason_refused(self, model: ModelWorker) -> str:
+        free_bytes = await self._free_bytes()
         others = ", ".join(f"{m.name} ({gb(m.facts.needs_bytes, 2)})" for m in self._admitted)
         return (
             f"{model.name} needs {gb(model.facts.needs_bytes, 2)} and {gb(free_bytes, 2)} are free; "

@@ -19,7 +19,7 @@ import aiohttp
 from yarl import URL
 
 from localllm.errors import LocalLLMError
-from localllm.foreign_json import MAX_BYTES, MalformedError, check_plain, parse
+from localllm.foreign_json import MAX_BYTES, MalformedError, check_uncompressed, parse
 from localllm.server.http.accounts import delegation, request_answered
 from localllm.server.http.asgi import CONNECTION, RAN_ON, Receive, Scope, Send
 from localllm.server.http.kv_servers import HEADER as KV_SERVERS
@@ -158,7 +158,7 @@ class UpstreamClient:
         )
         try:
             async with self.open(outgoing) as answer:
-                check_plain(answer.headers.get("content-encoding"))
+                check_uncompressed(answer.headers.get("content-encoding"))
                 return listed(parse(await read_body(answer, outgoing, MAX_BYTES)))
         except UpstreamError as e:
             _log.warning(f"the models of the upstream {name} are not known: {e.message}")

@@ -355,7 +355,7 @@ def _is_whole(line: str) -> bool:
 
 async def _body(response: httpx.Response) -> bytes:
     """The body of a listing or an error. Raises MalformedError if it is too large."""
-    foreign_json.check_plain(response.headers.get("content-encoding"))
+    foreign_json.check_uncompressed(response.headers.get("content-encoding"))
     body = bytearray()
     async for piece in response.aiter_bytes():
         body += piece

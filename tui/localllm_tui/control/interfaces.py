@@ -185,7 +185,7 @@ class ChatEngine(Protocol):
     def progress(self) -> EngineProgress: ...
 
 
-def is_here(engine: ChatEngine) -> bool:
+def is_local(engine: ChatEngine) -> bool:
     """True if the engine runs on this machine."""
     host = urlsplit(engine.base_url).hostname or ""
     return bool(engine.unix_socket) or host in ("localhost", "::1") or host.startswith("127.")

@@ -13,7 +13,7 @@ from localllm.errors import LocalLLMError
 from localllm_tui.control import command_actions, wording
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import elide
-from localllm_tui.control.interfaces import is_here
+from localllm_tui.control.interfaces import is_local
 from localllm_tui.control.terminal import one_line
 from localllm_tui.widgets.transcript import Transcript, TurnView
 from localllm_tui.widgets.turns import UNANSWERED, ChatNote, FirstRunPage, HiddenTurns, view_of
@@ -105,7 +105,7 @@ class TurnWindow:
         chat = self._chat
         engine = chat.client.engine
         host = ""
-        if engine is not None and not is_here(engine):
+        if engine is not None and not is_local(engine):
             host = engine.where
         recent: Sequence[ConversationSummary] = ()
         with suppress(LocalLLMError):

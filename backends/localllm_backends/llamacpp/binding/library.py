@@ -187,18 +187,18 @@ def open_library() -> Library:
         raise ModuleNotFoundError("llama-cpp-python is not installed", name="llama_cpp")
     file = library_in(folder, "llama")
     if file is None:
-        raise UnusableEngineError(f"there is no library of llama.cpp in {folder}", _what_to_do())
+        raise UnusableEngineError(f"there is no library of llama.cpp in {folder}", _load_hint())
     headers = headers_for(folder)
     if not headers:
         raise UnusableEngineError(
             f"no llama.h belongs to {file}: put the headers of the same release into "
             f"{folder / 'include'}",
-            _what_to_do(),
+            _load_hint(),
         )
     try:
         described = description_of(file, headers, wanted())
     except (OSError, HeaderError) as e:
-        raise UnusableEngineError(f"the headers of {file} can't be read: {e}", _what_to_do()) from e
+        raise UnusableEngineError(f"the headers of {file} can't be read: {e}", _load_hint()) from e
     return Library(folder, file, headers, described)
 
 
@@ -229,11 +229,11 @@ def load_shared(file: Path, loaded: tuple[Path, ...] = ()) -> Any:
             load_shared(needed, (*loaded, needed))
             return load_shared(file, (*loaded, needed))
         raise UnusableEngineError(
-            f"llama.cpp's library {file} can't be loaded: {e}", _what_to_do()
+            f"llama.cpp's library {file} can't be loaded: {e}", _load_hint()
         ) from e
 
 
-def _what_to_do() -> str:
+def _load_hint() -> str:
     if os.environ.get(OTHER_FOLDER):
         return f"unset {OTHER_FOLDER} to use the llama.cpp that was installed with localllm"
     return "localllm setup"

@@ -43,11 +43,13 @@ def routes(server: Server) -> Paths:
     silence_s = server.settings.keepalive_s / 2
 
     def translated(fields: items.ResponsesFields, model: ServedModel) -> TranslatedRequest:
-        asked = Asked(server, fields, model, stores.current(), silence_s)
+        asked = ResponsesRequest(server, fields, model, stores.current(), silence_s)
         return asked.compaction() if asked.is_triggered else asked.answer()
 
     def compacted(fields: items.ResponsesFields, model: ServedModel) -> TranslatedRequest:
-        compaction = Asked(server, fields, model, stores.current(), silence_s).compaction()
+        compaction = ResponsesRequest(
+            server, fields, model, stores.current(), silence_s
+        ).compaction()
 
         def body(reply: Reply, job: GenerationJob) -> dict[str, Any]:
             return compacted_body(compaction.body(reply, job))
@@ -127,7 +129,7 @@ def _mount_stored(paths: Paths, server: Server, stores: PerCaller[items.Response
         )
 
 
-class Asked:
+class ResponsesRequest:
     """A request of the Responses API. The reply is a response object, or its events, and is stored."""
 
     def __init__(

@@ -13,7 +13,7 @@ from localllm import json_store, paths
 _MAX_KEPT = 512
 
 
-class KeptFacts:
+class CachedFacts:
     """One fact of each file, in the JSON file `name` of the cache folder.
 
     The key of a fact is the file's real path, size and time.

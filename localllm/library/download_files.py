@@ -1,4 +1,5 @@
-"""Brings the files of a selection into the hub's cache: checks space, resumes, verifies, links."""
+"""Downloads the files of a selection into the hub's cache: checks space, resumes, verifies,
+links."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ CheckKind = Callable[[Path, RepoFile], None]
 _HEADER_BYTES = 1 << 20
 
 
-def bring(
+def download(
     listing: Listing,
     selection: Selection,
     wanted: ModelReference,
@@ -67,7 +68,7 @@ def bring(
                 if file in missing:
                     is_model = file in selection.files and is_gguf(file.name)
                     check_file = check if is_model else None
-                    _bring_file(client, folder, listing, file, meter, patience, check_file)
+                    _download_file(client, folder, listing, file, meter, patience, check_file)
                 meter.finished(file.size_bytes)
                 if selection.format.is_folder:
                     _check_small_file(folder / "snapshots" / listing.commit, listing, file.name)
@@ -146,7 +147,7 @@ def _partial(blob: Path) -> Path:
     return blob.with_name(blob.name + ".incomplete")
 
 
-def _bring_file(
+def _download_file(
     client: httpx.Client,
     folder: Path,
     listing: Listing,
