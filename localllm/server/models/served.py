@@ -110,8 +110,8 @@ class ServedModel:
         served = self.served_n_ctx or 0
         if max_context > served:
             return (
-                f"shorten it, or serve with a larger --context: up to {max_context} fits on this "
-                "machine"
+                "shorten it, or serve with a larger --context: "
+                f"up to {max_context} fits on this machine"
             )
         if max_context:
             return "shorten it: no larger --context fits on this machine"
