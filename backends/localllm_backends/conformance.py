@@ -323,10 +323,7 @@ def may_be_sampled(
 def _draws(
     token: int, row: NDArray[np.float64], spec: SampleSpec, shift: float, tolerance: float
 ) -> bool:
-    """Return whether `spec` draws `token` from `row`, within `tolerance`.
-
-    `shift`: share by which the spec's limits are moved.
-    """
+    """Return whether `spec`, with its limits moved by `shift`, draws `token` within `tolerance`."""
     ranked = np.lexsort((np.arange(len(row)), -row))
     ids = ranked[: spec.top_k or None]
     share = np.exp(row[ids] - row[ids[0]])
@@ -430,19 +427,14 @@ def foreign_bytes_are_refused_and_append_nothing(subject: Subject) -> None:
     source = subject.new()
     target = subject.new()
     subject.feed(source, subject.text_tokens(20))
-    exported = backend.export_range(source, 0, 20)
+    full = backend.export_range(source, 0, 20)
     free = backend.cells_free()
-    for damaged in (
-        b"",
-        b"x",
-        b"not a block of KV at all, but long enough",
-        exported[: len(exported) // 2],
-    ):
-        with refused(BackendFailure, f"{len(damaged)} bytes of other data were accepted as KV"):
-            backend.import_range(target, damaged, 0, 20)
+    for data in (b"", b"x", b"not a block of KV at all, but long enough", full[: len(full) // 2]):
+        with refused(BackendFailure, f"{len(data)} bytes of other data were accepted as KV"):
+            backend.import_range(target, data, 0, 20)
         require(backend.length(target) == 0, "a rejected import left tokens")
         require(backend.cells_free() == free, "a rejected import left cells in use")
-    backend.import_range(target, exported, 0, 20)
+    backend.import_range(target, full, 0, 20)
 
 
 def running_out_of_cells_is_reported_and_changes_nothing(subject: Subject) -> None:

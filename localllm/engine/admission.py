@@ -366,7 +366,8 @@ class Admission:
         budget.resize(max_bytes if guard.pressure == "none" else min(max_bytes, budget.held_bytes))
 
     def _max_running(self) -> int:
-        """How many requests may run together now. Rejects the waiting ones if none can.
+        """How many requests may run together now. If no request can run, the waiting ones are
+        rejected.
 
         If KV grows with use and memory is nearly exhausted, no further request joins. A single
         request runs if its KV fits after all other memory was released.

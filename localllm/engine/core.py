@@ -106,10 +106,8 @@ class Engine:
         self._observed: tuple[list[Grant], int] | None = None
         self._interrupt = PrefillInterrupt(self.backend)
         shares = Shares()
-        min_sliced_tokens = settings.sliced_prefill_tokens
-        self.prefill = SlicedPrefill(
-            self.backend, min_sliced_tokens, self.metrics, self.clock, shares=shares
-        )
+        minimum = settings.sliced_prefill_tokens
+        self.prefill = SlicedPrefill(self.backend, minimum, self.metrics, self.clock, shares=shares)
         self.jobs = RequestTable(
             self.pool, self.speculator, self.prefill, self.metrics, self.clock, shares=shares
         )

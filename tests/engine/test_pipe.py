@@ -45,7 +45,7 @@ def test_messages_of_any_size_come_whole_and_in_order() -> None:
     in one."""
 
     async def talk() -> None:
-        process, ready = await _started(_child(_ECHO), {"n": 0}, loads="it")
+        process, ready = await _started(_child(_ECHO), {"n": 0}, model_name="it")
         heard: list[dict[str, Any]] = []
         process.listen(heard.append, lambda: None)
         sent = [{"n": 0}] + [
@@ -70,7 +70,7 @@ def test_the_end_is_reported_once_after_the_last_message() -> None:
     )
 
     async def talk() -> None:
-        process, _ = await _started(_child(program), {"n": 0}, loads="it")
+        process, _ = await _started(_child(program), {"n": 0}, model_name="it")
         order: list[str] = []
         process.listen(lambda message: order.append(str(message["n"])), lambda: order.append("end"))
         await process.wait()
@@ -87,7 +87,7 @@ def test_a_process_that_writes_nonsense_is_ended(nonsense: str) -> None:
     program = f"{says}; import time; time.sleep(600)"
 
     async def talk() -> None:
-        process, _ = await _started(_child(program), {}, loads="it")
+        process, _ = await _started(_child(program), {}, model_name="it")
         assert await _ended(process) == []
         assert process.returncode is not None
         assert process.returncode < 0
@@ -101,7 +101,7 @@ def test_a_partial_message_before_a_crash_is_ignored() -> None:
     )
 
     async def talk() -> None:
-        process, _ = await _started(_child(program), {}, loads="it")
+        process, _ = await _started(_child(program), {}, model_name="it")
         assert await _ended(process) == [{"n": 1}]
         assert process.returncode == -6
 
@@ -129,7 +129,7 @@ def test_a_process_that_never_becomes_ready_gives_its_reason(
 ) -> None:
     async def talk() -> None:
         with pytest.raises(error, match=words):
-            await _started(_child(program), {}, loads="it")
+            await _started(_child(program), {}, model_name="it")
 
     asyncio.run(talk())
 
@@ -139,7 +139,7 @@ def test_a_crash_by_illegal_instruction_suggests_another_engine() -> None:
 
     async def talk() -> None:
         with pytest.raises(errors.WorkerDiedError) as raised:
-            await _started(_child(program), {}, loads="it")
+            await _started(_child(program), {}, model_name="it")
         assert "localllm setup --engine latest" in raised.value.hint
 
     asyncio.run(talk())
@@ -157,7 +157,9 @@ def test_cancelling_a_load_ends_the_process() -> None:
         program = (
             "import os, time; print('{\"pid\": %d}' % os.getpid(), flush=True); time.sleep(600)"
         )
-        start = asyncio.create_task(_started(_child(program), {}, loads="it", on_progress=progress))
+        start = asyncio.create_task(
+            _started(_child(program), {}, model_name="it", on_progress=progress)
+        )
         await said.wait()
         start.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -173,7 +175,7 @@ def test_messages_before_the_first_listener_are_kept() -> None:
     program = 'print(\'{"ready": 1}\\n{"n": 1}\\n{"n": 2}\', flush=True)'
 
     async def talk() -> None:
-        process, _ = await _started(_child(program), {}, loads="it")
+        process, _ = await _started(_child(program), {}, model_name="it")
         await process.wait()
         heard: list[Any] = []
         process.listen(heard.append, lambda: heard.append("end"))
@@ -216,7 +218,7 @@ def _loses_nothing(story: Callable[[], Awaitable[None]]) -> None:
 
 def test_each_call_gets_its_own_answer_in_any_order() -> None:
     async def story() -> None:
-        process, _ = await _started(_child(_LATE), {}, loads="it")
+        process, _ = await _started(_child(_LATE), {}, model_name="it")
         heard: list[Any] = []
         process.listen(heard.append, lambda: heard.append("end"))
         answers = [asyncio.create_task(process.ask({"word": word})) for word in "abc"]
@@ -232,7 +234,7 @@ def test_each_call_gets_its_own_answer_in_any_order() -> None:
 
 def test_every_pending_call_gets_one_error_with_the_cause_if_the_process_dies() -> None:
     async def story() -> None:
-        process, _ = await _started(_child(_MORTAL), {}, loads="it")
+        process, _ = await _started(_child(_MORTAL), {}, model_name="it")
         waiting = [asyncio.create_task(process.ask({"op": "x"})) for _ in range(3)]
         waiting[1].cancel()
         ends = await asyncio.gather(*waiting, return_exceptions=True)
@@ -253,7 +255,7 @@ def test_a_call_that_cannot_be_sent_fails_exactly_once() -> None:
     the process's end adds no second error."""
 
     async def story() -> None:
-        process, _ = await _started(_child(_DEAF), {}, loads="it")
+        process, _ = await _started(_child(_DEAF), {}, model_name="it")
         process.close_input()
         with pytest.raises(errors.WorkerDiedError):
             await process.ask({"op": "x"})
@@ -266,7 +268,7 @@ def test_closing_ends_pending_calls_and_kills_a_process_that_does_not_exit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def story() -> None:
-        polite, _ = await _started(_child(_DEAF), {}, loads="it")
+        polite, _ = await _started(_child(_DEAF), {}, model_name="it")
         waiting = asyncio.create_task(polite.ask({"op": "x"}))
         await asyncio.sleep(0)
         await polite.close()
@@ -274,7 +276,7 @@ def test_closing_ends_pending_calls_and_kills_a_process_that_does_not_exit(
         with pytest.raises(errors.WorkerDiedError, match="the model was unloaded"):
             await waiting
         stubborn, _ = await _started(
-            _child(f"{_DEAF}; import time; time.sleep(600)"), {}, loads="it"
+            _child(f"{_DEAF}; import time; time.sleep(600)"), {}, model_name="it"
         )
         monkeypatch.setattr(pipe, "STOP_GRACE_S", 0.1)
         await stubborn.close()

@@ -375,10 +375,8 @@ def test_blocks_come_in_order_and_are_named_by_their_tokens(
     name = KvIdentity.from_json(identity).name
     for i, block in enumerate(blocks):
         stop = min(BLOCK_TOKENS * (i + 1), 699)
-        assert (
-            KvEntry(name, as_tokens(prompt[:stop]), BLOCK_TOKENS * i).checked_data(block.body)
-            is not None
-        )
+        entry = KvEntry(name, as_tokens(prompt[:stop]), BLOCK_TOKENS * i)
+        assert entry.checked_data(block.body) is not None
     later = frames(asked(sender, MAC, tokens=prompt, identity=identity, start=640))
     assert [bytes(f.body) for f in later if f.kind == BLOCK] == [bytes(blocks[10].body)]
 

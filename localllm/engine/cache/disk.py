@@ -116,7 +116,7 @@ class DiskTier:
     _written: threading.Event = field(default_factory=threading.Event)
     _pending_bytes: int = 0
     # The survey at the last write, without the files that the engine has removed since.
-    _folder_survey: FolderSurvey = field(default_factory=FolderSurvey)
+    _known: FolderSurvey = field(default_factory=FolderSurvey)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _blocks: dict[Path, Block] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class DiskTier:
             return 0
         put_label(self.directory, self.model)
         self._trees = (cache, states)
-        indexed_blocks: list[tuple[Block, Tokens, PrefixCache]] = []
+        entries: list[tuple[Block, Tokens, PrefixCache]] = []
         for path in regular_files(self.directory, "*.kv"):
             indexed = read_entry(path, self.identity)
             in_tree = None
@@ -150,19 +150,17 @@ class DiskTier:
                 # A damaged file would prevent a new file of the same name.
                 path.unlink(missing_ok=True)
                 continue
-            indexed_blocks.append(in_tree)
+            entries.append(in_tree)
         remove_parts(self.directory)
         # Oldest first, so that the cache knows their order. Within a sequence, its beginning comes
         # first.
-        indexed_blocks.sort(key=lambda e: (e[0].used_ns, e[0].start, e[0].stop))
-        n_added = sum(
-            tree.insert(tokens, block, block.used_ns) for block, tokens, tree in indexed_blocks
-        )
+        entries.sort(key=lambda e: (e[0].used_ns, e[0].start, e[0].stop))
+        n_added = sum(tree.insert(tokens, block, block.used_ns) for block, tokens, tree in entries)
         self.budget.written_bytes()
         # If the directory can't be written now, it may be later. Every write tries again.
-        self._folder_survey = FolderSurvey(max_bytes=self.capacity_bytes)
+        self._known = FolderSurvey(max_bytes=self.capacity_bytes)
         with contextlib.suppress(OSError):
-            self._folder_survey = self._survey()
+            self._known = self._survey()
         self._start()
         return n_added
 
@@ -284,13 +282,8 @@ class DiskTier:
         """Bytes missing for `n_bytes` more, as far as is known, if files used until `until_ns` are
         removed.
         """
-        missing = (
-            self._folder_survey.files_bytes
-            + self._pending_bytes
-            + n_bytes
-            - self._folder_survey.max_bytes
-        )
-        for file in self._folder_survey.files:
+        missing = self._known.files_bytes + self._pending_bytes + n_bytes - self._known.max_bytes
+        for file in self._known.files:
             if missing <= 0 or file.used_ns > until_ns:
                 break
             block = self._blocks.get(file.path)
@@ -316,7 +309,7 @@ class DiskTier:
             self._blocks.pop(path, None)
             if block.data is None:
                 pool.forget(block)
-        self._folder_survey = self._folder_survey.without(removed)
+        self._known = self._known.without(removed)
         return True
 
     def set_urgent(self, is_urgent: bool) -> None:
@@ -471,9 +464,7 @@ class DiskTier:
         if enough:
             new = [StoredFile(block.file_time_ns, block.file_bytes, block.path)]
         remaining = sorted({*files, *new} - set(removed))
-        self._folder_survey = FolderSurvey(
-            remaining, sum(file.size_bytes for file in remaining), max_bytes
-        )
+        self._known = FolderSurvey(remaining, sum(file.size_bytes for file in remaining), max_bytes)
         if not enough:
             raise OSError("all files on disk were used more recently")
 

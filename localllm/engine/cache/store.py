@@ -77,10 +77,8 @@ class KvStore:
         should_load = self.should_load
         if at_once:
             should_load = self._held_in_memory
-        restorable = prompt[: media_boundary(prompt, len(prompt) - 1)]
-        return plan_restore(
-            self.cache, restorable, should_load, self.states, snapshots=self.snapshots
-        )
+        tokens = prompt[: media_boundary(prompt, len(prompt) - 1)]
+        return plan_restore(self.cache, tokens, should_load, self.states, snapshots=self.snapshots)
 
     def version(self) -> Hashable:
         """All that a plan depends on except its prompt: the blocks held, those in memory, and
@@ -123,10 +121,8 @@ class KvStore:
 
     def is_worth_reading(self, blocks: Iterable[Block], n_tokens: int) -> bool:
         """Are those of `blocks` that are not in memory read before `n_tokens` could be computed?"""
-        on_disk = [block for block in blocks if not self.in_memory(block)]
-        return not on_disk or self.disk.reads.is_worth_reading(
-            on_disk, n_tokens * self.speed.token_s
-        )
+        unread = [block for block in blocks if not self.in_memory(block)]
+        return not unread or self.disk.reads.is_worth_reading(unread, n_tokens * self.speed.token_s)
 
     def in_memory(self, block: Block) -> bool:
         """True if no file must be read to use the block."""
@@ -279,10 +275,8 @@ class KvStore:
         """
         assert self.states is not None
         backend = self._backend
-        protected_prefix = None if newer else prefix
-        make_room = partial(
-            self.budget.make_room, prefix=protected_prefix, used_ns=used_ns, force=force
-        )
+        keep = None if newer else prefix
+        make_room = partial(self.budget.make_room, prefix=keep, used_ns=used_ns, force=force)
         kv_bytes = int(self._token_bytes * len(prefix))
         if self.snapshots:
             n_bytes = kv_bytes
@@ -448,16 +442,14 @@ def checkpoints(
             points, turns, n
         )
         points |= _evenly_spaced(turns, n, interval)
-    last = max((p for p in points if tunables.MIN_CHECKPOINT_GAP_TOKENS <= p < n), default=0)
-    if n - last > (tunables.MIN_STEP_GAIN_TOKENS if last else tunables.MIN_CHECKPOINT_GAP_TOKENS):
+    last = max((p for p in points if tunables.MIN_GAP_TOKENS <= p < n), default=0)
+    if n - last > (tunables.MIN_STEP_GAIN_TOKENS if last else tunables.MIN_GAP_TOKENS):
         points.add(n - tunables.TAIL_TOKENS)
     required = {*turns[-2:-1], n - tunables.TAIL_TOKENS}
     if known == n - 1 and interval is not None:
         # The same prompt was sent twice, so it will probably be sent again.
         required.add(known)
-    return _not_too_close(
-        [p for p in points if tunables.MIN_CHECKPOINT_GAP_TOKENS <= p < n], required, n_kv
-    )
+    return _not_too_close([p for p in points if tunables.MIN_GAP_TOKENS <= p < n], required, n_kv)
 
 
 def _not_too_close(points: Sequence[int], required: set[int], n_kv: int) -> list[int]:
@@ -465,7 +457,7 @@ def _not_too_close(points: Sequence[int], required: set[int], n_kv: int) -> list
     spaced: list[int] = []
     for point in sorted(p for p in points if p > n_kv):
         before = spaced[-1] if spaced else n_kv
-        if point in required or point - before >= tunables.MIN_CHECKPOINT_GAP_TOKENS:
+        if point in required or point - before >= tunables.MIN_GAP_TOKENS:
             spaced.append(point)
     return spaced
 
@@ -481,7 +473,7 @@ def _points_near_end(points: set[int], turns: Sequence[int], n: int) -> set[int]
 
     If the turn of the answer has just begun, distances count from its beginning.
     """
-    if turns and n - turns[-1] < tunables.MIN_CHECKPOINT_GAP_TOKENS:
+    if turns and n - turns[-1] < tunables.MIN_GAP_TOKENS:
         end = turns[-1]
     else:
         end = n
@@ -489,9 +481,7 @@ def _points_near_end(points: set[int], turns: Sequence[int], n: int) -> set[int]
 
     def has_neighbour(point: int) -> bool:
         return any(
-            point - tunables.POINTS_FROM_THE_END[0]
-            <= p
-            < point + tunables.MIN_CHECKPOINT_GAP_TOKENS
+            point - tunables.POINTS_FROM_THE_END[0] <= p < point + tunables.MIN_GAP_TOKENS
             for p in taken_points
         )
 

@@ -48,7 +48,7 @@ MIN_STATE_GAIN_TOKENS = 64
 # last tokens.
 TAIL_TOKENS = 4
 # tokens. Recomputing this few tokens costs less than storing one more state.
-MIN_CHECKPOINT_GAP_TOKENS = 16
+MIN_GAP_TOKENS = 16
 # tokens. A checkpoint before the end of the prompt needs one more step. That is 40 % of a turn of
 # 20 tokens (gemma-3-270m).
 MIN_STEP_GAIN_TOKENS = 32
