@@ -38,7 +38,10 @@ def add_samples(digest: Any, path: Path) -> None:
 def adapter_digest(path: Path) -> str:
     """Return the identity (hex, 32 digits) of an adapter's file or folder, whatever its name is."""
     digest = hashlib.sha256()
-    for file in sorted(path.glob("adapter*.*")) if path.is_dir() else [path]:
+    files = [path]
+    if path.is_dir():
+        files = sorted(path.glob("adapter*.*"))
+    for file in files:
         check_plain_file(file)
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())

@@ -252,10 +252,6 @@ class RunningRequest:
         }
 
     def usage(self) -> Usage:
-        fetched: dict[str, Any] = {
-            "fetched_tokens": self.fetched_tokens,
-            "fetched_from": self.fetched_from,
-        }
         return Usage(
             prompt_tokens=self.n_prompt,
             completion_tokens=self.n_generated,
@@ -263,7 +259,8 @@ class RunningRequest:
             accepted_draft_tokens=self.accepted_drafts,
             rejected_draft_tokens=self.rejected_drafts,
             cache_miss=self.miss,
-            **fetched,
+            fetched_tokens=self.fetched_tokens,
+            fetched_from=self.fetched_from,
         )
 
     def timings(self, now_s: float) -> Timings:

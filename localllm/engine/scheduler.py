@@ -216,8 +216,9 @@ class Shares:
         self._present.add(share_key)
 
     def charge(self, share_key: ShareKey, n_tokens: int) -> None:
-        for part in {share_key, share_key[:1]} if share_key in self._present else ():
-            self.computed[part] += n_tokens
+        if share_key in self._present:
+            for part in {share_key, share_key[:1]}:
+                self.computed[part] += n_tokens
 
     def keep_only(self, share_keys: Iterable[ShareKey]) -> None:
         """Keep only the keys that still have requests."""
@@ -244,7 +245,10 @@ class Shares:
         if not self.shared:
             return None
         unit = self.share_unit(share_key)
-        return self.computed.get(unit, 0) - (0 if placed is None or unit in placed else _BEFORE_ALL)
+        computed = self.computed.get(unit, 0)
+        if placed is None or unit in placed:
+            return computed
+        return computed - _BEFORE_ALL
 
     def unit_to_preempt(self, claimant: ShareKey, running: Iterable[ShareKey]) -> ShareKey | None:
         """The unit whose request is preempted for one of `claimant`, or None. `running` has one key

@@ -42,7 +42,9 @@ def salted(tokens: Sequence[int] | Tokens, salt: str, start: int = 0) -> Tokens:
     they are, because their hash is salted already.
     """
     stored = np.array(tokens, dtype=np.int32)
-    for i in range(start, min(start + len(stored), _SALTED_TOKENS)) if salt else ():
+    if not salt:
+        return stored
+    for i in range(start, min(start + len(stored), _SALTED_TOKENS)):
         token = int(stored[i - start])
         if token >= 0:
             digest = hashlib.blake2b(f"{i} {token} {salt}".encode(), digest_size=4).digest()
@@ -79,10 +81,10 @@ class Tokenizer:
         for run in control_texts(self._backend.info.control_texts).runs(text):
             parsed = special and not isinstance(run, LiteralText)
             for piece in self._backend.text_pieces(run, special=parsed, add_bos=add_bos):
-                again = salt is not None and len(piece) <= _KNOWN_CHARS
-                tokens += (self._known if again else self._read)(
-                    piece, parsed, add_bos, salt
-                ).tolist()
+                read = self._read
+                if salt is not None and len(piece) <= _KNOWN_CHARS:
+                    read = self._known
+                tokens += read(piece, parsed, add_bos, salt).tolist()
                 add_bos = False
         return tokens
 

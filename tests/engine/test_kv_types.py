@@ -175,7 +175,7 @@ def decide(
             raise BackendFailure(speed)
         return Timing(0.01 / speed, 0.01)
 
-    monkeypatch.setattr(kv_probe, "room_for_f16", lambda *_: room)
+    monkeypatch.setattr(kv_probe, "f16_fits", lambda *_: room)
     chosen, note = choose(None, spec, measure)
     return (chosen.kv_type_k, chosen.kv_type_v), note
 
@@ -246,7 +246,7 @@ def test_a_type_that_is_faster_at_depth_is_not_extrapolated_as_slower() -> None:
 
 
 def test_the_note_names_the_depth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_probe, "room_for_f16", lambda *_: True)
+    monkeypatch.setattr(kv_probe, "f16_fits", lambda *_: True)
     _, note = choose(None, asked("q8_0", "q8_0"), lambda *_: Timing(0.025, 0.015, 52_000))
     assert (
         "with 52,000 tokens of context this type decodes at 40 tok/s on this machine, f16 at 67"

@@ -274,9 +274,12 @@ class DiskTier:
 
     def set_busy(self, busy: bool) -> None:
         """Tell the writer whether a step begins (True) or no request is running (False)."""
-        if busy == self.quiet.is_set():
-            (self.quiet.clear if busy else self._busy.clear)()
-            (self._busy.set if busy else self.quiet.set)()
+        if busy and self.quiet.is_set():
+            self.quiet.clear()
+            self._busy.set()
+        elif not busy and not self.quiet.is_set():
+            self._busy.clear()
+            self.quiet.set()
 
     def missing_bytes(self, n_bytes: int, until_ns: int) -> int:
         """Bytes missing for `n_bytes` more, as far as is known, if files used until `until_ns` are
@@ -448,9 +451,7 @@ class DiskTier:
         return FolderSurvey(sorted(files), total, min(self.capacity_bytes, total + spare_bytes))
 
     def _make_room(self, block: Block, until_ns: int) -> None:
-        """Remove files last used by `until_ns` until `block` fits. Raises OSError if it doesn't
-        fit.
-        """
+        """Remove files last used by `until_ns` until `block` fits. Raises OSError if that fails."""
         files, total, max_bytes = self._survey()
         if block.file_bytes > max_bytes:
             raise OSError("larger than the disk cache's limit or the free space of the disk")

@@ -305,12 +305,9 @@ class CacheBudget:
                 victims.append(candidate)
         if all_or_nothing and freed_bytes + evictable_bytes < n_bytes:
             return freed_bytes
-        self._evict_all(victims)
+        for victim in victims:
+            victim.pool.evict(victim.block)
         return freed_bytes + evictable_bytes
-
-    def _evict_all(self, candidates: Iterable[Candidate]) -> None:
-        for candidate in candidates:
-            candidate.pool.evict(candidate.block)
 
 
 def surplus_states(points: Sequence[tuple[int, bool]], interval: int) -> set[int]:
@@ -366,7 +363,9 @@ def sequences_to_evict(
     """
     if capabilities.kv_on_device and not (busy and step_share > tunables.IDLE_STEP_SHARE):
         return []
-    return [i for i in (idle if busy else idle[:-1]) if i.exported]
+    if not busy:
+        idle = idle[:-1]
+    return [i for i in idle if i.exported]
 
 
 def context_order(idle: Sequence[IdleSequence]) -> list[IdleSequence]:

@@ -116,19 +116,20 @@ class SequencePool:
         return self.kv.longest_state(prompt[:shared])
 
     def can_reserve(self, cells: int, source: PrefixSource) -> bool:
-        """Are this many cells free or in idle sequences, not counting those `source` already
-        brings?
-        """
-        idle = sum(len(i.tokens) for i in self.idle)
-        return self._backend.cells_free() + idle - (source.reused if source.idle else 0) >= cells
+        """Are this many cells free or in idle sequences, without those that `source` brings?"""
+        reservable = self._backend.cells_free() + sum(len(i.tokens) for i in self.idle)
+        if source.idle is not None:
+            reservable -= source.reused
+        return reservable >= cells
 
     def needs_cells(self, source: PrefixSource, n_tokens: int) -> int:
         """Free cells needed to hold `n_tokens`.
 
         An idle source brings its own cells. A running one brings them if forks share cells.
         """
-        brings = source.idle is not None or self._backend.capabilities.shares_cells
-        return n_tokens - (source.reused if brings else 0)
+        if source.idle is not None or self._backend.capabilities.shares_cells:
+            return n_tokens - source.reused
+        return n_tokens
 
     # --- taking -----------------------------------------------------------------------------------
 

@@ -291,10 +291,11 @@ class PrefixCache:
         if not self.indivisible:
             self._node_at(prefix[: block.start])
         end = self._node_at(prefix)
-        for node in [end] if self.indivisible else path_to(end):
-            if node.start >= (0 if self.indivisible else block.start) and _is_better(
-                node.block, block
-            ):
+        nodes = [end]
+        if not self.indivisible:
+            nodes = [node for node in path_to(end) if node.start >= block.start]
+        for node in nodes:
+            if _is_better(node.block, block):
                 self._set_block(node, block)
         self._use(end, at_ns)
         self.budget.changes += 1
@@ -396,7 +397,10 @@ class PrefixCache:
 
     def _use(self, node: Node | None, used_ns: int) -> None:
         """Mark the path to `node` as used. In a tree of states only `node` itself is marked."""
-        for path_node in path_to(node)[-1:] if self.indivisible else path_to(node):
+        path = path_to(node)
+        if self.indivisible:
+            path = path[-1:]
+        for path_node in path:
             self._use_node(path_node, used_ns)
 
     def _use_node(self, node: Node, used_ns: int) -> None:
