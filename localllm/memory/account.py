@@ -38,13 +38,13 @@ class Memory:
     """The account of one memory pool in bytes: a card, a pool that CPU and GPU share, or system
     memory.
 
-    `total`: installed memory.
-    `limit`: the most a model may ever use (hard limit).
-    `available`: free now (soft, <= limit).
-    `system`: reserved for the system or the driver, including a card's margin.
-    `others`: in use by other programs, so not available to a model.
-    `carve_out`: free bytes that the BIOS assigned to integrated graphics, so they are not system
-    memory.
+    `total_bytes`: installed memory.
+    `limit_bytes`: the most a model may ever use (hard limit).
+    `available_bytes`: free now (soft, <= limit).
+    `system_bytes`: reserved for the system or the driver, including a card's margin.
+    `others_bytes`: in use by other programs, so not available to a model.
+    `carve_out_bytes`: free bytes that the BIOS assigned to integrated graphics, so they are not
+    system memory.
     """
 
     total_bytes: int

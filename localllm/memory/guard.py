@@ -28,25 +28,27 @@ from localllm.memory.verdict import has_room
 
 Available = Callable[[], int | None]
 
-_PAUSE_SHARE = 0.5
-_LEAVE_SHARE = 0.25
+_HOLD_SHARE = 0.5
+_HYSTERESIS_SHARE = 0.25
 _CHECK_S = 0.25
 
 
-def judge(available_bytes: int | None, headroom_bytes: int, before: Pressure = "none") -> Pressure:
-    """Return the pressure level for `available_bytes`. `before` is the previous level.
+def judge(
+    available_bytes: int | None, headroom_bytes: int, previous: Pressure = "none"
+) -> Pressure:
+    """Return the pressure level for `available_bytes`. `previous` is the previous level.
 
     Unknown availability means no pressure.
     """
     if available_bytes is None or headroom_bytes <= 0:
         return "none"
-    pause_below = _PAUSE_SHARE * headroom_bytes
+    hold_below = _HOLD_SHARE * headroom_bytes
     shrink_below = float(headroom_bytes)
-    if before != "none":
-        shrink_below += _LEAVE_SHARE * headroom_bytes
-    if before == "hold":
-        pause_below += _LEAVE_SHARE * headroom_bytes
-    if available_bytes < pause_below:
+    if previous != "none":
+        shrink_below += _HYSTERESIS_SHARE * headroom_bytes
+    if previous == "hold":
+        hold_below += _HYSTERESIS_SHARE * headroom_bytes
+    if available_bytes < hold_below:
         return "hold"
     if available_bytes < shrink_below:
         return "shrink"
@@ -138,18 +140,18 @@ class MemoryGuard:
         """Bytes to release until the headroom is free again.
 
         If only the system reports that memory is short, this is at least a quarter of the headroom
-        at each look.
+        at each update.
         """
         missing = 0
         if self.available_bytes is not None:
             missing = max(0, self.headroom_bytes - self.available_bytes)
         if self.system_pressure() in ("shrink", "hold"):
-            return max(missing, int(_LEAVE_SHARE * self.headroom_bytes))
+            return max(missing, int(_HYSTERESIS_SHARE * self.headroom_bytes))
         return missing
 
     @property
     def free_bytes(self) -> int | None:
-        """Bytes above the headroom at the last look; None if they are unknown."""
+        """Bytes above the headroom at the last update; None if they are unknown."""
         if self.pressure != "none":
             return 0
         if self.available_bytes is None:

@@ -43,10 +43,10 @@ class Restoration:
         # All tokens in the sequence. The sequence could continue only after the first `n_tokens` of
         # them.
         self._reached = self.n_tokens
-        self._wanted: list[Block] = []
+        self._queued: list[Block] = []
         self._lock()
         self._miss("unread", self.plan.unread)
-        self._look_ahead()
+        self._queue_reads()
 
     @property
     def due_tokens(self) -> int:
@@ -82,14 +82,14 @@ class Restoration:
                 return True
             # The tokens to compute if the disk is given up. A divisible plan loses only the parts
             # that are not in memory, any other plan the entire prefix.
-            late = [p.n_tokens for p in self._parts if not self.kv.in_memory(p.block)]
+            to_compute = [p.n_tokens for p in self._parts if not self.kv.in_memory(p.block)]
             if self.plan.divisible:
-                n_tokens = sum(late)
+                n_tokens = sum(to_compute)
             else:
                 n_tokens = self.plan.saved
             if self.kv.is_worth_reading(self._remaining_blocks(), n_tokens):
                 # A block that another restoration had read may be gone again.
-                self._look_ahead()
+                self._queue_reads()
                 break
             self._give_up()
         return False
@@ -98,31 +98,31 @@ class Restoration:
         """The blocks that are still to be imported, in order."""
         return [part.block for part in reversed(self._parts)]
 
-    def _look_ahead(self) -> None:
+    def _queue_reads(self) -> None:
         """Queue reads of the next blocks, as far ahead as allowed. Closes if no part is left."""
         if not self._parts:
             self.close()
             return
         remaining = self._remaining_blocks()
-        for block in [b for b in self._wanted if b not in remaining]:
-            self._wanted.remove(block)
+        for block in [b for b in self._queued if b not in remaining]:
+            self._queued.remove(block)
             self.kv.disk.reads.release(block)
         for block in remaining:
-            if block in self._wanted or self.kv.in_memory(block):
+            if block in self._queued or self.kv.in_memory(block):
                 continue
             if not self.kv.disk.reads.want(block, due=block is remaining[0]):
                 break
-            self._wanted.append(block)
+            self._queued.append(block)
 
     def _give_up(self) -> None:
         """Give up the disk, because computing is faster, and continue with the parts in memory."""
         if self.plan.divisible:
-            left = [part for part in self._parts if self.kv.in_memory(part.block)]
+            in_memory = [part for part in self._parts if self.kv.in_memory(part.block)]
             self._miss(
-                "unread", sum(p.n_tokens for p in self._parts) - sum(p.n_tokens for p in left)
+                "unread", sum(p.n_tokens for p in self._parts) - sum(p.n_tokens for p in in_memory)
             )
-            self._parts = left
-            self._look_ahead()
+            self._parts = in_memory
+            self._queue_reads()
         else:
             self._replan("unread", at_once=True)
 
@@ -142,7 +142,7 @@ class Restoration:
             # A block that this build can't read is a miss.
             self.backend.truncate(self.sequence, self.n_tokens)
             self._lose(part.block, part.n_tokens)
-        self._look_ahead()
+        self._queue_reads()
 
     def _import(self, part: CachedPart) -> None:
         data = self.kv.read(part.block)
@@ -178,9 +178,9 @@ class Restoration:
         """Unlock the blocks. The tokens held stay in the sequence."""
         if not self.done:
             self.done = True
-            for block in self._wanted:
+            for block in self._queued:
                 self.kv.disk.reads.release(block)
-            self._wanted = []
+            self._queued = []
             _unlock(self.plan)
 
     def _lock(self) -> None:
@@ -205,7 +205,7 @@ class Restoration:
         _unlock(previous)
         self._parts = list(reversed(self.plan.parts))
         self._miss(reason, previous.saved - self.plan.saved)
-        self._look_ahead()
+        self._queue_reads()
 
     def _miss(self, reason: str, n_tokens: int) -> None:
         if n_tokens > 0:
