@@ -121,7 +121,7 @@ class Stages:
     def __init__(self, children: Sequence[LimitedChild]) -> None:
         self._children = children
         self._threads = [ThreadPoolExecutor(1, "stage") for _ in range(len(children) or 1)]
-        self._known: dict[Any, Any] = {}
+        self._answers: dict[Any, Any] = {}
 
     def submit(self, question: Any, wanted: Callable[[], bool], take: Take, stage: int = 0) -> None:
         """Queue a hashable `question` for an answer while `wanted` returns True.
@@ -139,7 +139,7 @@ class Stages:
             thread.shutdown(cancel_futures=True)
 
     def _work(self, question: Any, wanted: Callable[[], bool], take: Take, stage: int) -> None:
-        answer = self._known.get(question)
+        answer = self._answers.get(question)
         reason = ""
         try:
             if answer is None and wanted():
@@ -148,9 +148,9 @@ class Stages:
                 else:
                     answer = question
                 if len(str(answer)) <= _REMEMBERED_CHARS:  # the same question is often asked again
-                    self._known[question] = answer
-                if len(self._known) > _REMEMBERED:
-                    self._known.pop(next(iter(self._known)), None)
+                    self._answers[question] = answer
+                if len(self._answers) > _REMEMBERED:
+                    self._answers.pop(next(iter(self._answers)), None)
         except ChildError as e:
             if isinstance(e, OverLimitError) and stage + 1 < len(self._threads):
                 self.submit(question, wanted, take, stage + 1)
@@ -166,7 +166,7 @@ class _Process:
         self._limits = child.limits
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._worker: psutil.Process | None = None
-        self._rest_bytes = self._held_bytes = self._asked = 0
+        self._rest_bytes = self._held_bytes = self._n_questions = 0
         first = {"limits": asdict(child.limits), "setup": child.setup()}
         try:
             self._process = subprocess.Popen(
@@ -187,12 +187,12 @@ class _Process:
     def answer(self, question: Any, wanted: Callable[[], bool]) -> Any:
         while self._worker is None:
             self._worker = self._ready(self._next_message(wanted))
-        self._asked += 1
-        n_bytes = self._send([self._asked, question])
+        self._n_questions += 1
+        n_bytes = self._send([self._n_questions, question])
         ended = True
         reply: dict[str, Any] = {"of": 0}
         try:
-            while reply.get("of", self._asked) != self._asked:
+            while reply.get("of", self._n_questions) != self._n_questions:
                 reply = self._next_message(wanted, self._limits)
             ended = "ended" in reply or self._held_bytes > self._limits.memory_bytes / 2
         finally:

@@ -67,13 +67,13 @@ class Subject:
     """A loaded backend under test.
 
     `noise`: allowed difference of logits that should be equal, as a share of the largest logit.
-    `worst`: largest share seen. `held`: sequences that a check has created.
+    `worst`: largest share seen. `sequences`: sequences that a check has created.
     """
 
     backend: Backend
     noise: float = LOGIT_NOISE
     worst: float = 0.0
-    held: list[int] = field(default_factory=list)
+    sequences: list[int] = field(default_factory=list)
 
     def examine(self, check: Check) -> None:
         """Run a check. Its sequences are dropped, even if it raises."""
@@ -81,8 +81,8 @@ class Subject:
         try:
             check(self)
         finally:
-            while self.held:
-                self.backend.drop(self.held.pop())
+            while self.sequences:
+                self.backend.drop(self.sequences.pop())
 
     def text_tokens(self, n: int, start: int = 0) -> list[int]:
         """Return `n` tokens of a fixed text, starting with token number `start`."""
@@ -100,12 +100,12 @@ class Subject:
 
     def new(self) -> int:
         """Create a sequence."""
-        self.held.append(self.backend.new_sequence())
-        return self.held[-1]
+        self.sequences.append(self.backend.new_sequence())
+        return self.sequences[-1]
 
     def drop(self, sequence: int) -> None:
         """Drop a sequence before the check ends."""
-        self.held.remove(sequence)
+        self.sequences.remove(sequence)
         self.backend.drop(sequence)
 
     def fresh(self, tokens: Sequence[int], outputs: int = 1) -> NDArray[np.float32]:
@@ -354,7 +354,7 @@ def a_fork_at_the_end_continues_independently(subject: Subject) -> None:
     subject.feed(source, tokens)
     free = backend.cells_free()
     other = backend.fork(source, 30)
-    subject.held.append(other)
+    subject.sequences.append(other)
     n_cells = free - backend.cells_free()
     expected = 0 if backend.capabilities.shares_cells else 30
     require(n_cells == expected, f"a fork of 30 tokens took {n_cells} cells")

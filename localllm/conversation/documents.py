@@ -26,7 +26,7 @@ _NAME_LENGTH = 120
 class AttachedPdf:
     """A PDF in a message, whose text contains `mark` in its place.
 
-    `asked`: the PDF belongs to the turn to be answered. `kind`: the client API's word for it.
+    `in_question`: the PDF belongs to the turn to be answered. `kind`: the client API's word for it.
     """
 
     mark: str
@@ -34,10 +34,12 @@ class AttachedPdf:
     name: str
     where: str
     kind: str
-    asked: bool
+    in_question: bool
 
 
-def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> str | AttachedPdf:
+def attached(
+    part: Mapping[str, Any], where: str, kind: str, *, in_question: bool
+) -> str | AttachedPdf:
     """The file in a part of a message: its text, or an AttachedPdf. Raises UnsupportedError."""
     name, sent, says_pdf = _sent(part)
     if not sent:
@@ -47,7 +49,7 @@ def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> 
     data = _decoded(sent, kind)
     if data.startswith(b"%PDF-") or (says_pdf and b"%PDF-" in data[:_PDF_WITHIN]):
         mark = f"\ue5c8file {hashlib.sha256(data).hexdigest()[:40]}\uf2a9"
-        return AttachedPdf(mark, data, name, where, kind, asked)
+        return AttachedPdf(mark, data, name, where, kind, in_question)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -33,14 +33,14 @@ class AttachedImage:
     """An image in a message, whose text contains `mark` in its place.
 
     - `file`: the image in base64, or "" if there is a `problem`.
-    - `asked`: the image belongs to the turn to be answered.
+    - `in_question`: the image belongs to the turn to be answered.
     - `address`: the URL from which it could be fetched, if fetching is allowed.
     """
 
     mark: str
     file: str
     where: str
-    asked: bool
+    in_question: bool
     problem: str = ""
     address: str = ""
 
@@ -63,7 +63,7 @@ class PreparedMessages:
     ignored: list[str] = field(default_factory=list)
 
 
-def attached(part: Mapping[str, Any], where: str, *, asked: bool) -> AttachedImage:
+def attached(part: Mapping[str, Any], where: str, *, in_question: bool) -> AttachedImage:
     """The image in a part of a message, in any dialect's form."""
     found: Any = part.get("image_url", part.get("source", part.get("image", part.get("url"))))
     if isinstance(found, Mapping):
@@ -71,13 +71,13 @@ def attached(part: Mapping[str, Any], where: str, *, asked: bool) -> AttachedIma
             found = found.get("data")
         else:
             found = found.get("url")
-    return of_file(found, where, asked=asked)
+    return of_file(found, where, in_question=in_question)
 
 
-def of_file(file: Any, where: str, *, asked: bool) -> AttachedImage:
+def of_file(file: Any, where: str, *, in_question: bool) -> AttachedImage:
     """The image in `file`: base64, or a base64 data URL."""
     data, problem = _without_scheme(file)
-    image = AttachedImage(_mark(data or where), data, where, asked, problem)
+    image = AttachedImage(_mark(data or where), data, where, in_question, problem)
     if problem == _REMOTE and _ADDRESS.match(file):
         return replace(image, address=file)
     return image
@@ -120,9 +120,9 @@ def prepare_media(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> Pre
             if vision and not image.problem:
                 prepared.files[image.mark] = image.file
                 continue
-            if image.asked and vision:
+            if image.in_question and vision:
                 raise RequestError(f"{image.where}: {image.problem}", param=image.where)
-            if image.asked:
+            if image.in_question:
                 raise UnsupportedError(
                     f"{image.where}: this model does not support images",
                     param=image.where,
@@ -156,7 +156,7 @@ def images_in_prompt(
     images = []
     marked = parts[0]
     for i, file in enumerate(files):
-        image = of_file(file, f"{where}[{i}]", asked=True)
+        image = of_file(file, f"{where}[{i}]", in_question=True)
         images.append(image)
         marked += image.mark + parts[i + 1]
     prepared = prepare_media([{"content": marked, "images": images}], vision=vision)

@@ -162,12 +162,12 @@ def _ollama_images(
     for i, file in enumerate(files):
         spot = f"{where}.images[{i}]"
         asked = omitted is None
-        sound = sounds.of_base64(file, spot, asked=asked) if isinstance(file, str) else None
+        sound = sounds.of_base64(file, spot, in_question=asked) if isinstance(file, str) else None
         if sound is not None:
             found.sounds.append(sound)
             marks.append(sound.mark)
             continue
-        image = pictures.of_file(file, spot, asked=asked)
+        image = pictures.of_file(file, spot, in_question=asked)
         found.images.append(image)
         marks.append(image.mark)
     return marks
@@ -237,10 +237,10 @@ def _part_text(
             found.thoughts.append(_reasoning_text(part))
             return None
         if kind in pictures.KINDS:
-            found.images.append(pictures.attached(part, where, asked=omitted is None))
+            found.images.append(pictures.attached(part, where, in_question=omitted is None))
             return found.images[-1].mark
         if kind in sounds.KINDS:
-            found.sounds.append(sounds.attached(part, where, asked=omitted is None))
+            found.sounds.append(sounds.attached(part, where, in_question=omitted is None))
             return found.sounds[-1].mark
         if name in ("files", "documents"):
             return _file(part, name, where, omitted, found)
@@ -256,7 +256,7 @@ def _file(
     Raises UnsupportedError if the file belongs to the turn to be answered and can't be read.
     """
     try:
-        file = documents.attached(part, where, plural, asked=omitted is None)
+        file = documents.attached(part, where, plural, in_question=omitted is None)
     except UnsupportedError as e:
         return _omit(plural, where, omitted, e.message, e.message)
     if isinstance(file, str):

@@ -54,14 +54,14 @@ class AttachedSound:
     """A sound in a message, whose text contains `mark` in its place.
 
     - `data`: the file, or b"" if there is a `problem`.
-    - `asked`: the sound belongs to the turn to be answered.
+    - `in_question`: the sound belongs to the turn to be answered.
     - `samples`: the decoded sound as the engine takes it, "" until it is decoded.
     """
 
     mark: str
     data: bytes
     where: str
-    asked: bool
+    in_question: bool
     problem: str = ""
     samples: str = ""
 
@@ -74,16 +74,16 @@ class Sound:
     problem: str = ""
 
 
-def attached(part: Mapping[str, Any], where: str, *, asked: bool) -> AttachedSound:
+def attached(part: Mapping[str, Any], where: str, *, in_question: bool) -> AttachedSound:
     """The sound in a part of a message: `input_audio` (OpenAI) or `audio_url` (vLLM)."""
     found: Any = part.get("input_audio", part.get("audio_url"))
     if isinstance(found, Mapping):
         found = found.get("data", found.get("url"))
     data, problem = _decoded(found)
-    return of_file(data, where, asked=asked, problem=problem)
+    return of_file(data, where, in_question=in_question, problem=problem)
 
 
-def of_base64(file: str, where: str, *, asked: bool) -> AttachedSound | None:
+def of_base64(file: str, where: str, *, in_question: bool) -> AttachedSound | None:
     """The sound in a file whose kind the client did not name; None if its first bytes are those of
     something else. Ollama's clients send sounds in the field for images."""
     try:
@@ -93,16 +93,16 @@ def of_base64(file: str, where: str, *, asked: bool) -> AttachedSound | None:
     if not kind_of(begin):
         return None
     data, problem = _decoded(file)
-    return of_file(data, where, asked=asked, problem=problem)
+    return of_file(data, where, in_question=in_question, problem=problem)
 
 
-def of_file(data: bytes, where: str, *, asked: bool, problem: str = "") -> AttachedSound:
+def of_file(data: bytes, where: str, *, in_question: bool, problem: str = "") -> AttachedSound:
     """The sound in the bytes of a file."""
     if not problem and len(data) > MAX_BYTES:
         problem = f"the sound has {len(data)} bytes; at most {MAX_BYTES} are allowed"
         data = b""
     name = hashlib.sha256(data or where.encode()).hexdigest()
-    return AttachedSound(f"\ue5c8sound {name[:40]}\uf2a9", data, where, asked, problem)
+    return AttachedSound(f"\ue5c8sound {name[:40]}\uf2a9", data, where, in_question, problem)
 
 
 def _decoded(sent: Any) -> tuple[bytes, str]:

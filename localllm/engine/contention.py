@@ -88,7 +88,7 @@ _RETURN_BELOW = 0.4
 
 @dataclass
 class ThreadThrottle:
-    """Sets the number of decode threads of `backends` to the number of processors that `others`
+    """Sets the number of decode threads of `backends` to the number of processors that `cpu`
     leave free.
 
     The threads of a step synchronise after every node of its graph, some hundred times. If there
@@ -98,32 +98,32 @@ class ThreadThrottle:
     """
 
     backends: Sequence[Backend]
-    others: CpuContention
+    cpu: CpuContention
     threads: int = field(init=False)
     _since: Mark | None = None
     _last_s: float = -math.inf
 
     def __post_init__(self) -> None:
-        self.threads = self.others.cores
+        self.threads = self.cpu.cores
 
     def stepped(self, seconds: float) -> None:
         if not self.backends:
             return
-        now = self.others.clock()
+        now = self.cpu.clock()
         paused = now - seconds - self._last_s > _PAUSE_S
         self._last_s = now
         if self._since is None or paused:
-            self._since = self.others.mark()
+            self._since = self.cpu.mark()
         elif now - self._since.at_s >= _MEASURE_S:
-            self._use_threads(self.others.share(self._since) * self.others.cores)
-            self._since = self.others.mark()
+            self._use_threads(self.cpu.share(self._since) * self.cpu.cores)
+            self._since = self.cpu.mark()
 
     def _use_threads(self, used_cores: float) -> None:
         """Adjust the threads to `used_cores`, the number of processors that other programs use."""
-        free_cores = self.others.cores - used_cores
+        free_cores = self.cpu.cores - used_cores
         min_threads = math.floor(free_cores + _RETURN_BELOW)
         max_threads = math.floor(free_cores + _YIELD_ABOVE)
-        threads = max(1, min(max(self.threads, min_threads), max_threads, self.others.cores))
+        threads = max(1, min(max(self.threads, min_threads), max_threads, self.cpu.cores))
         if threads != self.threads:
             self.threads = threads
             for backend in self.backends:

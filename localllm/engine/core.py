@@ -66,8 +66,8 @@ class Engine:
     """Serves many requests over one backend.
 
     Not thread-safe on purpose: one thread makes all calls. `available` returns the bytes of memory
-    that can be allocated now (None: ask the system). KV for other servers goes to `outlet`. `others`
-    measures what other programs take of the processors.
+    that can be allocated now (None: ask the system). KV for other servers goes to `outlet`.
+    `cpu` measures what other programs take of the processors.
     """
 
     backend: Backend
@@ -76,7 +76,7 @@ class Engine:
     draft_backend: Backend | None = None
     available: Available | None = None
     outlet: Outlet = no_outlet
-    others: CpuContention = field(default_factory=of_this_process)
+    cpu: CpuContention = field(default_factory=of_this_process)
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -88,7 +88,7 @@ class Engine:
         n_batch = self.backend.info.n_batch
         self._sizer = ChunkSizer(n_batch, on_device=capabilities.kv_on_device, gap_s=settings.gap_s)
         self.speculator = Speculator(
-            self.backend, self.draft_backend, settings.draft, self.clock, self.others, self._sizer
+            self.backend, self.draft_backend, settings.draft, self.clock, self.cpu, self._sizer
         )
         kv.speed = self._sizer
         self._background = BackgroundTurns(self.speculator.cost)
@@ -127,11 +127,11 @@ class Engine:
             self.backend, self.jobs, self.guard, settings.cache_bytes, receiver
         )
         self._outputs = OutputProcessor(self.backend, self.jobs, self._compiler.start, self._media)
-        self.pace = DecodeSpeedTracker(self.others)
+        self.pace = DecodeSpeedTracker(self.cpu)
         loaded = (self.backend, self.draft_backend)
         threaded = [b for b in loaded if b is not None and b.capabilities.threaded]
         yielding = threaded if self.settings.yields_threads else []
-        self._throttle = ThreadThrottle(yielding, self.others)
+        self._throttle = ThreadThrottle(yielding, self.cpu)
 
     # --- in ---------------------------------------------------------------------------------------
 

@@ -136,7 +136,7 @@ class DecodeSpeedTracker:
     processors.
     """
 
-    others: CpuContention
+    cpu: CpuContention
     clock: Callable[[], float] = time.perf_counter
     spans: list[Span] = field(default_factory=list)
     disturbed: int = 0
@@ -168,12 +168,12 @@ class DecodeSpeedTracker:
         self._steps = []
         self._depth = depth
         self._begun_s = now
-        self._began = self.others.mark()
+        self._began = self.cpu.mark()
 
     def _end(self, depth: int, now: float) -> None:
         others = 0.0
         if self._began is not None:
-            others = self.others.share(self._began)
+            others = self.cpu.share(self._began)
         steps = self._steps
         self._steps = []
         if self._warming:

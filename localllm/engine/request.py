@@ -355,15 +355,15 @@ class LoopGuard:
     prompt do not count."""
 
     def __init__(self, limits: LoopLimits) -> None:
-        self._most = limits.max_pattern_size
-        sizes = np.arange(1, self._most + 1)
+        self._max_size = limits.max_pattern_size
+        sizes = np.arange(1, self._max_size + 1)
         # For each pattern size: how many tokens in a row equal the token that many positions
         # before, and how many make a loop.
-        self._runs = np.zeros(self._most, dtype=np.int64)
+        self._runs = np.zeros(self._max_size, dtype=np.int64)
         self._needed = sizes * (limits.min_count - 1)
         self._needed[: limits.min_pattern_size - 1] = np.iinfo(np.int64).max
         # The previous tokens, newest first.
-        self._before = np.full(self._most, -1, dtype=np.int64)
+        self._before = np.full(self._max_size, -1, dtype=np.int64)
 
     def loops(self, token: int) -> bool:
         """Add the answer's next token. Returns True if it completes a loop."""

@@ -146,7 +146,7 @@ class RequestTable:
         self.prefill.forget(job, keep=keep)
         for compilation in (job.compilation, job.expected):
             if compilation is not None:
-                compilation.left = True
+                compilation.abandoned = True
         if job.reading is not None:
             self.pool.kv.disk.reads.release(job.reading)
             job.reading = None

@@ -203,11 +203,11 @@ def waste(*, now: float | None = None) -> list[Waste]:
     if now is None:
         now = time.time()
     limit = now - _MIN_AGE_S
-    why: dict[Path, _Why] = dict.fromkeys(hf_cache.partials(cache), "unfinished download")
-    why |= dict.fromkeys(hf_cache.unreferenced(cache), "no snapshot uses it")
-    why |= dict.fromkeys(shared_blobs.unreferenced(cache), "no repository uses it")
+    reasons: dict[Path, _Why] = dict.fromkeys(hf_cache.partials(cache), "unfinished download")
+    reasons |= dict.fromkeys(hf_cache.unreferenced(cache), "no snapshot uses it")
+    reasons |= dict.fromkeys(shared_blobs.unreferenced(cache), "no repository uses it")
     found = []
-    for path, reason in why.items():
+    for path, reason in reasons.items():
         with suppress(OSError):
             stat = path.lstat()
             if stat.st_mtime < limit:

@@ -74,14 +74,14 @@ class Warming:
     def __init__(self, server: Activity, request: RequestFor | None = None) -> None:
         self._server = server
         self._request = request
-        self._kept: dict[tuple[str, str, str], Instructions] = {}
+        self._instructions: dict[tuple[str, str, str], Instructions] = {}
         self._seen: dict[tuple[str, str, str], bytes] = {}
         self._prefill: asyncio.Task[None] | None = None
         self.done = asyncio.Event()
         if request is None:
             found = json_store.entries(kept_path(), "instructions")
             entries = [json_store.record(Instructions, entry) for entry in found[-_MAX_KEPT:]]
-            self._kept = {_key(entry): entry for entry in entries if entry is not None}
+            self._instructions = {_key(entry): entry for entry in entries if entry is not None}
 
     async def note(self, chat: ChatRequest, model: ServedModel, engine: EngineClient) -> None:
         """Keep the instructions of a request, if they are new and long enough."""
@@ -98,11 +98,11 @@ class Warming:
         if not _MIN_CHARS <= len(text) <= _MAX_BYTES:
             return
         entry = Instructions(*key, salt_of(chat.generation.salt), text)
-        self._kept.pop(key, None)
-        self._kept[key] = entry
-        while len(self._kept) > _MAX_KEPT:
-            self._kept.pop(next(iter(self._kept)))
-        entries = [asdict(kept_entry) for kept_entry in self._kept.values()]
+        self._instructions.pop(key, None)
+        self._instructions[key] = entry
+        while len(self._instructions) > _MAX_KEPT:
+            self._instructions.pop(next(iter(self._instructions)))
+        entries = [asdict(kept_entry) for kept_entry in self._instructions.values()]
         await asyncio.to_thread(json_store.keep, kept_path(), {"instructions": entries})
 
     def stop(self) -> None:
@@ -118,7 +118,7 @@ class Warming:
 
     async def _entries(self) -> Sequence[Instructions]:
         if self._request is None:
-            return [*reversed(self._kept.values())]
+            return [*reversed(self._instructions.values())]
         found = []
         for model in self._server.models.named:
             if model.loaded and not (model.facts.embeds or model.facts.ranks):

@@ -265,7 +265,7 @@ def test_streams_do_not_draft_between_two_slices() -> None:
     backend = SlicedBackend()
     settings = EngineSettings(sliced_prefill_tokens=50, headroom_bytes=0, draft="ngram")
     # Steps of 10 ms. With steps of microseconds there would be no time to choose drafts.
-    engine = Engine(backend, settings, clock=lambda: 0.01 * len(backend.steps), others=ALONE)
+    engine = Engine(backend, settings, clock=lambda: 0.01 * len(backend.steps), cpu=ALONE)
     told = expected(words(5, 1), 200)
     stream = ask("stream", words(5, 1), 200, prediction=backend.detokenize(told))
     outcome = start(engine, stream)

@@ -34,7 +34,7 @@ def test_a_step_that_started_early_counts_in_full() -> None:
     clock = DeviceClock()
     rows = np.random.default_rng(1).normal(0, 3, (64, 300)).astype(np.float32)
     backend = StartsEarly(rows, Speeds.flat(STEP_S), clock=clock)
-    engine = Engine(backend, EngineSettings(headroom_bytes=0), clock=clock.now, others=ALONE)
+    engine = Engine(backend, EngineSettings(headroom_bytes=0), clock=clock.now, cpu=ALONE)
     settle(engine)
     request = request_for("a", "say", 60, GREEDY, ignore_eos=True)
     engine.submit(request, backend.tokenize("say"))

@@ -57,7 +57,7 @@ class Loaded:
     adapters: AdapterLayers
     shapes: Shapes
     # The shapes with the model's own KV type, and why the requested type was replaced.
-    own: Shapes
+    own_shapes: Shapes
     spec: LoadSpec
     folder: Path
     config: dict[str, Any]
@@ -85,7 +85,7 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         n_batch = loaded.n_batch
         MlxVocabulary.__init__(self, loaded.folder, loaded.config, shapes.n_vocab)
         self._shapes = shapes
-        self._own = loaded.own
+        self._own_shapes = loaded.own_shapes
         self._layout = layout = shapes.layout
         self._take_ownership()
         self._seqs: dict[SequenceId, SequenceCache] = {}
@@ -398,7 +398,7 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         self, pairs: Sequence[tuple[str, str]], tokens: Sequence[int]
     ) -> tuple[KvFidelity, ...]:
         model = self.stepper.model
-        return compared(model, make_prompt_cache(model), self._own, pairs, tokens)
+        return compared(model, make_prompt_cache(model), self._own_shapes, pairs, tokens)
 
     def close(self) -> None:
         if self.stepper.model is None:

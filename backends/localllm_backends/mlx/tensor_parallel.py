@@ -64,9 +64,9 @@ class TensorParallelBackend(MlxBackend):
 
     def __init__(self, loaded: Loaded, others: Sequence[Follower]) -> None:
         # Empty at first, because the other machines warm up by themselves.
-        self._others: Sequence[Follower] = ()
+        self._other_machines: Sequence[Follower] = ()
         super().__init__(loaded)
-        self._others = others
+        self._other_machines = others
         for other in others:
             other.on_exit(self._abort)
 
@@ -111,9 +111,9 @@ class TensorParallelBackend(MlxBackend):
     def import_range(
         self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
     ) -> None:
-        parts = split_blocks(data, 1 + len(self._others))
+        parts = split_blocks(data, 1 + len(self._other_machines))
         super().import_range(sequence, parts[0], start, stop)
-        for other, part in zip(self._others, parts[1:], strict=True):
+        for other, part in zip(self._other_machines, parts[1:], strict=True):
             other.send({"do": "import_range", "with": [sequence, start, stop]}, part)
         try:
             self._replies()
@@ -126,27 +126,27 @@ class TensorParallelBackend(MlxBackend):
 
         Raises BackendFailure if one of them reports an error, after all have answered.
         """
-        replies = [(other.machine.name, *other.receive()) for other in self._others]
+        replies = [(other.machine.name, *other.receive()) for other in self._other_machines]
         for name, frame, _ in replies:
             if "refused" in frame:
                 raise BackendFailure(f"{name}: {frame['refused']}")
         return [body for _, _, body in replies]
 
     def close(self) -> None:
-        others = self._others
-        self._others = ()
+        others = self._other_machines
+        self._other_machines = ()
         for other in others:
             other.stop()
         super().close()
 
     def _broadcast(self, operation: str, *arguments: Any) -> None:
-        for other in self._others:
+        for other in self._other_machines:
             other.send({"do": operation, "with": arguments})
 
     def _abort(self, name: str) -> None:
         """End this process: it can't compute without that machine, and the running step may never
         end."""
-        if self._others:
+        if self._other_machines:
             print(
                 f"{name} is no longer connected, and it held a share of the model",
                 file=sys.stderr,

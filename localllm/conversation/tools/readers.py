@@ -38,17 +38,17 @@ class JsonEnd:
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
-        self._held = ""  # a backslash whose letter has not arrived yet
+        self._pending = ""  # a backslash whose letter has not arrived yet
 
     def feed(self, text: str) -> int:
         """Index just after the value's last bracket, or -1 if the value continues."""
-        before = self._held
-        self._held = ""
+        before = self._pending
+        self._pending = ""
         for turn in _TURNS.finditer(before + text):
             if turn[0] == '"':
                 self._in_string = not self._in_string
             elif turn[0] == "\\":
-                self._held = turn[0]
+                self._pending = turn[0]
             elif turn[0] in _BRACKETS and not self._in_string:
                 self._depth += _BRACKETS[turn[0]]
                 if self._depth <= 0:
@@ -84,12 +84,12 @@ class JsonReader(CallReader):
         self._names = names
         self._single_value = single_value
         self._opening = "" if is_part else opening
-        self._held = opening if is_part else ""
+        self._pending = opening if is_part else ""
         self._scan: JsonEnd | None = None
 
     def feed(self, text: str) -> list[Delta]:
         out: list[Delta] = []
-        self._held += text
+        self._pending += text
         while self.rest is None and self._read_next(out):
             pass
         return out
@@ -101,11 +101,11 @@ class JsonReader(CallReader):
         """
         if self._scan is not None:
             return self._read_arguments(self._scan, out)
-        match = self._head.match(self._held)
+        match = self._head.match(self._pending)
         if match is not None:
             self._begin_call(match, out)
             return True
-        block, end, rest = self._held.partition(self._end)
+        block, end, rest = self._pending.partition(self._end)
         if not end:
             return False
         self._block(block, out, end)
@@ -113,17 +113,17 @@ class JsonReader(CallReader):
         return True
 
     def _read_arguments(self, scan: JsonEnd, out: list[Delta]) -> bool:
-        at = scan.feed(self._held)
-        piece = self._held if at < 0 else self._held[:at]
-        self._held = self._held[len(piece) :]
+        at = scan.feed(self._pending)
+        piece = self._pending if at < 0 else self._pending[:at]
+        self._pending = self._pending[len(piece) :]
         if piece:
             out.append(CallArguments(self._next - 1, piece))
         if at < 0:
             return False
         self._scan = None
         if self._single_value:
-            self.rest = self._held
-            self._held = ""
+            self.rest = self._pending
+            self._pending = ""
         return True
 
     def _begin_call(self, match: re.Match[str], out: list[Delta]) -> None:
@@ -132,14 +132,14 @@ class JsonReader(CallReader):
         if written.startswith('"'):
             name = str(json_store.parsed(written) or written.strip('"'))
         if not self._is_known(name):
-            out.append(Content(self._opening + self._held))
+            out.append(Content(self._opening + self._pending))
             self.rest = ""
-            self._held = ""
+            self._pending = ""
             return
         out.append(CallStart(self._next, name))
         self._next += 1
         self._scan = JsonEnd()
-        self._held = self._held[match.end() :]
+        self._pending = self._pending[match.end() :]
 
     def close(self, cut: bool) -> list[Delta]:
         """End of the reply inside the block.
@@ -148,8 +148,8 @@ class JsonReader(CallReader):
         """
         out: list[Delta] = []
         if self._scan is None and self.rest is None and not cut:
-            self._block(self._held, out, "")
-        self._held = ""
+            self._block(self._pending, out, "")
+        self._pending = ""
         return out
 
     def _block(self, block: str, out: list[Delta], end: str) -> None:
@@ -219,23 +219,23 @@ class BlockReader(CallReader):
         self._parse = parse
         self._tail = tail
         self._is_open = is_open
-        self._held = ""
-        self._seen = 0  # no end of the block is in `_held` before this index
+        self._pending = ""
+        self._searched = 0  # no end of the block is in `_pending` before this index
         self._ended = False
 
     def feed(self, text: str) -> list[Delta]:
         out: list[Delta] = []
-        self._held += text
+        self._pending += text
         if not self._ended:
             at = self._end_at()
             if at < 0:
                 return out
             out = self._read(at)
-        following = self._held.lstrip()
+        following = self._pending.lstrip()
         if self._tail and following.startswith(self._tail):
             self.rest = following[len(self._tail) :]
         elif not (self._tail and self._tail.startswith(following)):
-            self.rest = self._held
+            self.rest = self._pending
         return out
 
     def close(self, cut: bool) -> list[Delta]:
@@ -244,32 +244,32 @@ class BlockReader(CallReader):
         if cut:
             return []
         if self._ended:
-            if self._held.strip():
-                return [Content(self._held)]
+            if self._pending.strip():
+                return [Content(self._pending)]
             return []
-        at = self._held.find(self._end)
+        at = self._pending.find(self._end)
         if at < 0:
-            at = len(self._held)
+            at = len(self._pending)
         out = self._read(at)
-        self.rest = self._held.removeprefix(self._tail)
+        self.rest = self._pending.removeprefix(self._tail)
         return out
 
     def _end_at(self) -> int:
         """The index of the block's end, or -1 if it continues."""
-        while (at := self._held.find(self._end, self._seen)) >= 0:
-            if self._is_open is None or not self._is_open(self._held[:at]):
+        while (at := self._pending.find(self._end, self._searched)) >= 0:
+            if self._is_open is None or not self._is_open(self._pending[:at]):
                 return at
-            self._seen = at + 1
-        self._seen = max(self._seen, len(self._held) - len(self._end) + 1)
+            self._searched = at + 1
+        self._searched = max(self._searched, len(self._pending) - len(self._end) + 1)
         return -1
 
     def _read(self, at: int) -> list[Delta]:
         """The calls of the block up to `at`. Its end may be missing there."""
-        block = self._held[:at]
+        block = self._pending[:at]
         stop = at + len(self._end)
         calls = self._parse(block)
-        written = self._opening + self._held[:stop]
-        self._held = self._held[stop:]
+        written = self._opening + self._pending[:stop]
+        self._pending = self._pending[stop:]
         self._ended = True
         if calls:
             return complete_calls(self._first, calls)

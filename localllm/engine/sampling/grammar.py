@@ -271,7 +271,7 @@ class Compilation:
     """A grammar that is being compiled.
 
     When it is `done`, it has a `matcher`, or `refused` is the reason, or it `was_late`. It ends soon
-    after its request has `left`.
+    after its request has `abandoned`.
     """
 
     grammar: tuple[str, str]
@@ -279,13 +279,13 @@ class Compilation:
     matcher: GrammarMatcher | None = None
     refused: str = ""
     ended: bool = False
-    left: bool = False
+    abandoned: bool = False
     until_s: float = field(default_factory=_time_limit)
 
     @property
     def wanted(self) -> bool:
         """Whether the request still waits for it."""
-        return not self.left and time.monotonic() <= self.until_s
+        return not self.abandoned and time.monotonic() <= self.until_s
 
     @property
     def done(self) -> bool:

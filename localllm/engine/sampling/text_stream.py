@@ -41,7 +41,7 @@ class TextStream:
         self._stop = _stop_pattern(stops)
         self._visibility = _Visibility(hidden)
         self._undecided = _Characters()  # a hidden span may begin or end here
-        self._held = _Characters()  # a stop string may begin here
+        self._unsent = _Characters()  # a stop string may begin here
         self.stopped_by: str | None = None
         # True if a text may end the answer
         self.watches = self._stop is not None
@@ -64,7 +64,7 @@ class TextStream:
         """Return the held text at the end of the answer. An incomplete character is dropped."""
         if self.stopped_by is not None:
             return ""
-        return self._held.take_all() + self._undecided.take_all()
+        return self._unsent.take_all() + self._undecided.take_all()
 
     def _pass_on(self, text: str) -> str:
         """Show all text at once. It only counts for the beginning and end of hidden spans."""
@@ -72,7 +72,7 @@ class TextStream:
             return text
         if self.stopped_by is not None:
             return ""
-        out = self._held.take_all() + self._undecided.show_all() + text
+        out = self._unsent.take_all() + self._undecided.show_all() + text
         self._undecided.add(text, shown=False)
         for n, _ in self._visibility.feed(text):
             self._undecided.take(n)
@@ -87,22 +87,22 @@ class TextStream:
         out = ""
         for n, visible in self._visibility.feed(text):
             if visible:
-                self._undecided.move(n, self._held)
+                self._undecided.move(n, self._unsent)
                 out += self._searched()
             else:
-                out += self._held.take_all() + self._undecided.take(n)
+                out += self._unsent.take_all() + self._undecided.take(n)
             if self.stopped_by is not None:
                 break
         return out
 
     def _searched(self) -> str:
         """Search the held text, and return the part that can be shown."""
-        found = self._stop.search(self._held.text, partial=True)
+        found = self._stop.search(self._unsent.text, partial=True)
         if found is None:
-            return self._held.take_all()
+            return self._unsent.take_all()
         if not found.partial:
             self.stopped_by = found.group()
-        return self._held.take(found.start())
+        return self._unsent.take(found.start())
 
 
 class _Characters:

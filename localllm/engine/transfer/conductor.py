@@ -140,7 +140,7 @@ class Conductor:
             wanted,
             self._token_bytes,
             self.wake,
-            whole=not capabilities.segments,
+            single_block=not capabilities.segments,
             lacks_state=capabilities.states,
             copies=copies,
             clock=self.clock,
@@ -167,7 +167,7 @@ class Conductor:
             expected_s = _UNKNOWN_S + _COPY_PATIENCE * rest_s
             return self.clock() - fetch.last_progress_s > expected_s + self.patience_s
         n_tokens = _PART_TOKENS
-        if fetch.whole:
+        if fetch.single_block:
             n_tokens = fetch.stop
         expected_s = fetch.peer.cost.seconds(n_tokens) or _UNKNOWN_S
         late_s = max(self.speed.seconds(n_tokens), self.patience_s)

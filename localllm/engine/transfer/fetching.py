@@ -64,7 +64,8 @@ class KvFetch:
     """The transfer of the KV that is `wanted` from `peer`. `identity` names it.
 
     `copies`: the prompt is the beginning that other prompts share, and the server is expected to
-    have it. `whole`: the model's KV comes in one block. `lacks_state`: a state is to come after the last block.
+    have it. `single_block`: the model's KV comes in one block. `lacks_state`: a state is to come
+    after the last block.
     `token_bytes`: the memory of a token in the context (0: unknown). `wake` is set when there is
     something to `take`. `yields` may be set at any time: the thread then leaves most of the
     processor to streams.
@@ -75,7 +76,7 @@ class KvFetch:
     wanted: WantedKv
     token_bytes: float
     wake: threading.Event
-    whole: bool = False
+    single_block: bool = False
     lacks_state: bool = False
     copies: bool = False
     yields: bool = False
@@ -85,7 +86,7 @@ class KvFetch:
     received: int = field(init=False)
     error: TransferError | None = None
     _blocks: deque[FetchedBlock] = field(default_factory=deque)
-    _room: threading.Condition = field(default_factory=threading.Condition)
+    _space: threading.Condition = field(default_factory=threading.Condition)
     _is_closed: bool = False
     _closed: threading.Event = field(default_factory=threading.Event)
     _answer: KvAnswer | None = None
@@ -122,19 +123,19 @@ class KvFetch:
 
     def take(self) -> FetchedBlock:
         """Remove the next block. It must be `ready`."""
-        with self._room:
+        with self._space:
             block = self._blocks.popleft()
             self.last_progress_s = self.clock()
-            self._room.notify()
+            self._space.notify()
         return block
 
     def close(self) -> None:
         """Stop the transfer, if it still runs. The other server stops computing."""
-        with self._room:
+        with self._space:
             self._is_closed = True
             self._closed.set()
             self._blocks.clear()
-            self._room.notify()
+            self._space.notify()
             answer = self._answer
         if answer is not None and not self._all_received:
             answer.hang_up()
@@ -168,7 +169,7 @@ class KvFetch:
             "adapters": [{"digest": digest, "scale": scale} for digest, scale in wanted.adapters],
         }
         with self.peer.open_response(body) as answer:
-            with self._room:
+            with self._space:
                 self._answer = answer
             began_s = time.thread_time()
             for piece in answer.pieces:
@@ -186,7 +187,7 @@ class KvFetch:
     def _max_block_bytes(self) -> int:
         n_tokens = wire.BLOCK_TOKENS
         spare_bytes = _SPARE_BYTES
-        if self.whole or self.lacks_state:
+        if self.single_block or self.lacks_state:
             n_tokens = len(self.wanted.prompt)
             spare_bytes = _SPARE_STATE_BYTES
         token_bytes = 2 * self.token_bytes or _MAX_TOKEN_BYTES
@@ -212,7 +213,7 @@ class KvFetch:
         state = frame.kind == frames.STATE
         start = self.received
         stop = self.stop
-        if not self.whole and not state:
+        if not self.single_block and not state:
             stop = min(start + wire.BLOCK_TOKENS, stop)
         entry = KvEntry(self.identity.name, self.wanted.prompt[:stop], 0 if state else start, state)
         data = None
@@ -222,9 +223,9 @@ class KvFetch:
             raise TransferError(
                 "a block is damaged, or another one than was asked for", reason="damaged"
             )
-        with self._room:
+        with self._space:
             while len(self._blocks) >= _MAX_WAITING and not self._is_closed:
-                self._room.wait()
+                self._space.wait()
             if self._is_closed:
                 return
             self._blocks.append(FetchedBlock(entry.start, stop, data, state))

@@ -58,7 +58,7 @@ class PdfReader:
                     found = await self._pdf(attached, vision=vision)
                 else:
                     found = Pdf(problem=f"{_MAX_PDFS} PDFs are the limit")
-                if found.problem and attached.asked:
+                if found.problem and attached.in_question:
                     problem = f"{attached.where}: {found.problem}"
                     raise UnsupportedError(
                         problem,
@@ -105,7 +105,7 @@ def _with(message: Mapping[str, Any], attached: AttachedPdf, found: Pdf) -> dict
     for i, page in enumerate(found.pages):
         if page.picture:
             picture = images.of_file(
-                page.picture, f"{attached.where}.page[{i}]", asked=attached.asked
+                page.picture, f"{attached.where}.page[{i}]", in_question=attached.in_question
             )
             pictures.append(picture)
             parts.append(picture.mark)

@@ -40,12 +40,12 @@ class AudioSupport:
 
     - `model`: its name.
     - `rate_hz`: samples per second that it needs; 0 if it does not hear.
-    - `others`: installed models that hear.
+    - `other_models`: installed models that hear.
     """
 
     model: str
     rate_hz: int
-    others: Sequence[str] = ()
+    other_models: Sequence[str] = ()
 
 
 def no_audio_error(where: str, hearing: AudioSupport) -> UnsupportedError:
@@ -54,8 +54,8 @@ def no_audio_error(where: str, hearing: AudioSupport) -> UnsupportedError:
         "`localllm recommend --hears` lists models that do; a projector file must be in the "
         "model's folder"
     )
-    if hearing.others:
-        hint = f"{hearing.others[0]} is installed here and supports audio"
+    if hearing.other_models:
+        hint = f"{hearing.other_models[0]} is installed here and supports audio"
     return UnsupportedError(
         f"{where}: {hearing.model} does not support audio", param=where, hint=hint
     )
@@ -104,13 +104,13 @@ class SoundReader:
         Raises UnsupportedError or RequestError otherwise.
         """
         if not hearing.rate_hz:
-            if attached.asked:
+            if attached.in_question:
                 raise no_audio_error(attached.where, hearing)
             return replace(attached, problem=sounds.NOTE)
         found = Sound(problem=attached.problem)
         if not attached.problem:
             found = await self._sound(attached.data, hearing.rate_hz)
-        if found.problem and attached.asked:
+        if found.problem and attached.in_question:
             raise RequestError(f"{attached.where}: {found.problem}", param=attached.where)
         return replace(attached, samples=found.samples, problem=found.problem)
 

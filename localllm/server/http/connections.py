@@ -56,9 +56,9 @@ class Connections:
 
     def __init__(self, settings: ServerSettings, descriptors: int) -> None:
         self.settings = settings
-        self._most = min(settings.max_connections, descriptors // _SHARES)
-        self._most_of_key = max(1, self._most // _KEY_PART)
-        self._max_unknown = min(settings.max_unknown_connections, self._most)
+        self._max_connections = min(settings.max_connections, descriptors // _SHARES)
+        self._max_of_key = max(1, self._max_connections // _KEY_PART)
+        self._max_unknown = min(settings.max_unknown_connections, self._max_connections)
         self._open: dict[Connection, None] = {}
 
     def add(self, new: Connection) -> None:
@@ -67,7 +67,7 @@ class Connections:
         strangers = [c for c in self._open if not c.known and c.local == new.local]
         if len(strangers) >= self._max_unknown:
             aged_s = new.loop.time() - _FRESH_S
-            full = len(strangers) >= self._most
+            full = len(strangers) >= self._max_connections
             oldest = next((c for c in strangers if full or c.resting or c.since_s < aged_s), None)
             if oldest is not None:
                 oldest.end()
@@ -82,13 +82,13 @@ class Connections:
             return
         if account.name:
             own = [c for c in self._open if c.account is account]
-            if len(own) >= self._most_of_key and not _one_ended(own):
+            if len(own) >= self._max_of_key and not _one_ended(own):
                 raise RateLimitError(
                     f"{account.name} has {len(own)} connections, and that is its limit"
                 )
         if not connection.known:
             known = [c for c in self._open if c.known]
-            if len(known) >= self._most and not _one_ended(known):
+            if len(known) >= self._max_connections and not _one_ended(known):
                 raise BusyError("this server has reached its limit of connections")
         connection.account = account
 

@@ -17,7 +17,7 @@ class RecentlyUsed(Generic[Key, Value]):
     def __init__(
         self, max_entries: int, max_size: int = 0, size_of: Callable[[Value], int] | None = None
     ) -> None:
-        self._most = max_entries
+        self._max_entries = max_entries
         self._max_size = max_size
         self._size_of = size_of
         self._entries: dict[Key, Value] = {}
@@ -37,7 +37,7 @@ class RecentlyUsed(Generic[Key, Value]):
         return value
 
     def _too_much(self) -> bool:
-        if len(self._entries) > self._most:
+        if len(self._entries) > self._max_entries:
             return True
         if self._size_of is None:
             return False

@@ -49,7 +49,7 @@ def stream(
     """Run a single stream. Return the durations of its steps in units of a step without drafts, and
     its speedup from drafting."""
     backend = Timed(row, second, plain_s)
-    engine = Engine(backend, EngineSettings(draft=draft), clock=lambda: backend.now, others=ALONE)
+    engine = Engine(backend, EngineSettings(draft=draft), clock=lambda: backend.now, cpu=ALONE)
     settle(engine)
     outcome = run(engine, request_for("first", "say", 4, GREEDY, ignore_eos=True))
     backend.took.clear()
@@ -137,7 +137,7 @@ def test_an_agents_immediate_next_request_does_not_wait_for_a_long_burst(
     """An agent sends its next request within milliseconds of an answer. After such a request, a
     concurrent copy lengthens its bursts again step by step, and soon."""
     backend = Timed(row)
-    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now, others=ALONE)
+    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now, cpu=ALONE)
     settle(engine)
     run(engine, request_for("first", "say", 4, GREEDY, ignore_eos=True))
     copying = request_for("a", "say it", N, GREEDY, ignore_eos=True, prediction=answer)
@@ -164,7 +164,7 @@ def test_a_wrong_probe_slows_one_stream_and_is_repeated(answer: str, really: flo
     """The probe ran while the machine was busy. The engine believes the costs of later drafting
     steps at once, and probes again when the machine is idle."""
     backend = Timed(0.25)
-    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now, others=ALONE)
+    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now, cpu=ALONE)
     settle(engine)
     backend.row = really
     wrong = half_right(answer, 12, 30, 40)
@@ -183,7 +183,7 @@ def test_streams_that_all_copy_still_read_even_words(answer: str, row: float, n:
     """No step takes longer than 2.5 steps of a single stream, or 1.5 steps of these streams without
     drafts, and drafting makes the streams faster."""
     backend = Timed(row)
-    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now, others=ALONE)
+    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now, cpu=ALONE)
     settle(engine)
     run(engine, request_for("first", "say", 4, GREEDY, ignore_eos=True))
     backend.took.clear()

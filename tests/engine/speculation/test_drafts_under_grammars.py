@@ -54,7 +54,7 @@ def answer(
     backend, ticks = Watching(), itertools.count(1.0)
     settings = EngineSettings(draft=draft, make_matcher=GrammarCompiler(backend))
     # A clock that ticks once per reading, so that a step with drafts takes as long as one without.
-    engine = Engine(backend, settings, clock=lambda: next(ticks) / 1000, others=ALONE)
+    engine = Engine(backend, settings, clock=lambda: next(ticks) / 1000, cpu=ALONE)
     settle(engine)
     backend.verified.clear()
     outcome = run(

@@ -217,7 +217,7 @@ def test_a_grammar_holds_over_drafts(temperature: float) -> None:
         settings = EngineSettings(draft=mode, make_matcher=lambda *_: EveryOther())
         ticks = itertools.count(1.0)
         engine = Engine(
-            ScriptedBackend(n_ctx=1024), settings, clock=lambda: next(ticks) / 1000, others=ALONE
+            ScriptedBackend(n_ctx=1024), settings, clock=lambda: next(ticks) / 1000, cpu=ALONE
         )
         settle(engine)
         request = request_for(

@@ -130,7 +130,7 @@ def speed(
     """Return the speedup from drafting of the last of that many requests, with `streams` streams at
     once and `n` tokens each."""
     backend = Guessing(machine, rate, kind, stops=stops)
-    engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now, others=ALONE)
+    engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now, cpu=ALONE)
     settle(engine)
     for i in range(requests):
         asked = [
@@ -183,7 +183,7 @@ def test_trials_of_an_always_wrong_drafter_affect_one_stream_at_a_time() -> None
         asked.append([most for _, _, most in wanted])
         return draft(wanted)
 
-    engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now, others=ALONE)
+    engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now, cpu=ALONE)
     settle(engine)
     backend.draft = counted  # type: ignore[method-assign]
     for k in range(4):
@@ -199,7 +199,7 @@ def test_trials_of_an_always_wrong_drafter_affect_one_stream_at_a_time() -> None
 def test_a_costly_trial_has_one_token() -> None:
     """If it is wrong, a second one would be verified in vain."""
     backend = Guessing("M2 Ultra, gpt-oss-120b", 0.0, "eagle3")
-    engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now, others=ALONE)
+    engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now, cpu=ALONE)
     settle(engine)
     request = request_for("a", "say a", 4, GREEDY, ignore_eos=True)
     engine.submit(request, backend.tokenize(request.id, special=False))
@@ -224,7 +224,7 @@ def test_trials_are_charged_for_the_time_that_they_took() -> None:
     """The idle engine's probe reads nothing, so it knows nothing of the time to read."""
     backend = ReadingLate("DGX Spark, gemma-3-4b", 0.0, "eagle3")
     backend.read_steps = 0.0
-    engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now, others=ALONE)
+    engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now, cpu=ALONE)
     settle(engine)
     backend.read_steps = 3.0
     for k in range(4):
@@ -252,7 +252,7 @@ def test_a_drafter_without_gain_rests(machine: str, rate: float, rests: list[boo
     backend = Guessing(machine, rate, "eagle3")
     told: list[bool] = []
     backend.rest_heads = told.append  # type: ignore[method-assign]
-    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now, others=ALONE)
+    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now, cpu=ALONE)
     settle(engine)
     for k in range(4):
         request = request_for(f"{k}", f"say {k}", 400, GREEDY, ignore_eos=True)

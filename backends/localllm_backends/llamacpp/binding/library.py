@@ -42,7 +42,7 @@ class Library:
         self.file = file
         self.headers = headers
         self._described = described
-        self._made = CTypes(described.structures)
+        self._cached = CTypes(described.structures)
         self._handles = {"llama": load_shared(file)}
 
     def __getattr__(self, name: str) -> Any:
@@ -60,9 +60,9 @@ class Library:
         if name in described.constants:
             return described.constants[name]
         if name in described.structures:
-            return self._made.structure(name)
+            return self._cached.structure(name)
         if name in described.types:
-            return self._made.of(described.types[name])
+            return self._cached.of(described.types[name])
         raise AttributeError(f"{self.headers[0]} declares no {name}")
 
     def _function(self, name: str) -> Any:
@@ -72,8 +72,8 @@ class Library:
                 # Each access by a key makes a new object, so that types are set for this one only.
                 if hasattr(library, spelling):
                     function = library[spelling]
-                    function.restype = self._made.of(result)
-                    function.argtypes = [self._made.of(kind) for kind in arguments]
+                    function.restype = self._cached.of(result)
+                    function.argtypes = [self._cached.of(kind) for kind in arguments]
                     return function
         raise AttributeError(f"{self.file} exports no {name}")
 
@@ -101,7 +101,7 @@ class Library:
 
     def padded(self, structure: str, padding_bytes: int) -> Any:
         """Return a class of a structure with more bytes at its end."""
-        return self._made.padded(structure, padding_bytes)
+        return self._cached.padded(structure, padding_bytes)
 
     def has(self, *names: str) -> bool:
         """Return whether all functions, structures, types or constants exist."""
@@ -113,7 +113,7 @@ class Library:
 
     def field_type(self, structure: str, field: str) -> Any:
         """Return the type of a field, such as a callback."""
-        kinds = dict(self._made.structure(structure)._fields_)
+        kinds = dict(self._cached.structure(structure)._fields_)
         return kinds[field]
 
     def kinds_of(self, structure: str) -> list[tuple[str, Any]]:

@@ -34,7 +34,7 @@ class _Reader(JsonReader):
     text."""
 
     def feed(self, text: str) -> list[Delta]:
-        header, found, body = (self._held + text).partition(_MESSAGE)
+        header, found, body = (self._pending + text).partition(_MESSAGE)
         name = _NAME.match(header)
         body = body.lstrip()
         is_open = body.startswith("{") or any(o.startswith(body) and o != body for o in _OVER)

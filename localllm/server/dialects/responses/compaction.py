@@ -67,7 +67,7 @@ class Conversation:
     earlier: Summary | None = None
 
 
-def expanded(given: Sequence[Any]) -> Conversation:
+def expanded(input_items: Sequence[Any]) -> Conversation:
     """Return the conversation in the items of a request.
 
     Of the items before the last compaction item, messages of the system and the user stay, because
@@ -76,7 +76,7 @@ def expanded(given: Sequence[Any]) -> Conversation:
     own: list[Any] = []
     summary: Summary | None = None
     place = 0
-    for item in given:
+    for item in input_items:
         kind = item.get("type")
         if kind in COMPACTIONS:
             summary = _summary_in(item)

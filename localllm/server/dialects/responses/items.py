@@ -102,7 +102,7 @@ class StoredResponse:
     both take, estimated from their JSON."""
 
     body: dict[str, Any]
-    given: Sequence[dict[str, Any]]
+    input_items: Sequence[dict[str, Any]]
     size_bytes: int
 
 
@@ -125,7 +125,7 @@ class ResponseStore:
         """Return the stored items with these ids, by id."""
         found: dict[str, dict[str, Any]] = {}
         for stored in self._entries.values():
-            for item in chain(stored.given, stored.body["output"]):
+            for item in chain(stored.input_items, stored.body["output"]):
                 if isinstance(item["id"], str) and item["id"] in ids:
                     found[item["id"]] = item
         return found
@@ -227,7 +227,7 @@ def input_items(fields: ResponsesFields, store: ResponseStore) -> list[Any]:
     before: list[Any] = []
     if fields.previous_response_id:
         stored = store.get(fields.previous_response_id)
-        before = [*stored.given, *stored.body["output"]]
+        before = [*stored.input_items, *stored.body["output"]]
     elif fields.input is None:
         raise RequestError(
             "input is missing: send a text, items or a previous_response_id", param="input"

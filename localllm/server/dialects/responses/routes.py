@@ -113,7 +113,7 @@ def _mount_stored(paths: Paths, server: Server, stores: PerCaller[items.Response
     async def list_input(request: Request) -> dict[str, Any]:
         """The items that a stored response answers, newest first by default."""
         wanted, _ = read(PageFields, request.query_params)
-        given = stores.current().get(request.path_params["response_id"]).given
+        given = stores.current().get(request.path_params["response_id"]).input_items
         ordered = given if wanted.order == "asc" else given[::-1]
         return {"object": "list", **page(ordered, wanted)}
 

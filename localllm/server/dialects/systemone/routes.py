@@ -166,7 +166,7 @@ class Forks:
     server: Server
     model: ServedModel
     engine: EngineClient
-    asked: SystemOneFields | _Example
+    request: SystemOneFields | _Example
 
     async def log_probabilities(
         self, shown: Sequence[tuple[str, list[int]]]
@@ -212,11 +212,11 @@ class Forks:
         self, name: str, order: Sequence[int], labels: Sequence[str]
     ) -> GenerationJob:
         """Return the job for a question in one order. Its prompt ends just before the label."""
-        question = self.asked.questions[name].text(order, labels)
-        content = _PROMPT.format(state=as_text(self.asked.state)) + question + _PROMPT_END
+        question = self.request.questions[name].text(order, labels)
+        content = _PROMPT.format(state=as_text(self.request.state)) + question + _PROMPT_END
         # Normalised separately, because the images belong to the question although the answer has
         # begun after them.
-        messages = normalise([{"role": "user", "content": content, "images": self.asked.images}])
+        messages = normalise([{"role": "user", "content": content, "images": self.request.images}])
         messages += normalise([{"role": "assistant", "content": ANSWER_PREFIX}])
         generation = Generation(ignore_eos=True, tenant=caller().name, salt=salt_of(""))
         generation = self.model.adapters_for(generation)
