@@ -116,7 +116,7 @@ def test_the_store_counts_the_memory_of_its_values() -> None:
         assert tracemalloc.get_traced_memory()[0] < 80 * 2**20
     finally:
         tracemalloc.stop()
-    assert store.get("resp_59").given
+    assert store.get("resp_59").input_items
 
 
 def test_deleting_a_response_deletes_its_items(http: httpx.Client) -> None:
