@@ -147,7 +147,7 @@ def test_broken_checkpoints_are_load_errors(
 def test_a_model_larger_than_memory_is_refused_before_loading_with_both_sizes(
     load: Callable[..., Any],
 ) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"needs .* GB, and .* GB are available"):
+    with pytest.raises(OutOfMemoryError, match=r"needs .* GB, but .* GB are available"):
         load(n_ctx=10**10)
 
 
