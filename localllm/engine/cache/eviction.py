@@ -305,9 +305,12 @@ class CacheBudget:
                 victims.append(candidate)
         if all_or_nothing and freed_bytes + evictable_bytes < n_bytes:
             return freed_bytes
-        for victim in victims:
-            victim.pool.evict(victim.block)
+        self._evict_all(victims)
         return freed_bytes + evictable_bytes
+
+    def _evict_all(self, candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            candidate.pool.evict(candidate.block)
 
 
 def surplus_states(points: Sequence[tuple[int, bool]], interval: int) -> set[int]:
