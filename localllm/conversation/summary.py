@@ -98,7 +98,7 @@ def _are_texts(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(text, str) for text in value)
 
 
-def summary_without_text(
+def left_of(
     messages: Sequence[Mapping[str, Any]], earlier: Summary | None, budget_chars: int
 ) -> Summary:
     """The summary of normalised `messages`, still without the model's text. `earlier`: the summary

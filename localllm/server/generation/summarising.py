@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from localllm.conversation import context_edits
-from localllm.conversation.summary import Summary, summary_without_text, task, written
+from localllm.conversation.summary import Summary, left_of, task, written
 from localllm.conversation.tools.prompt import Choice
 from localllm.engine.worker.client import EngineClient
 from localllm.server.generation.chat import ChatRequest, SummaryEdit, count_tokens
@@ -103,7 +103,7 @@ class Summarising:
         """Fill the receipt. `summarised_messages`: the messages that the summary replaces.
         `earlier`: the summary that they follow."""
         budget_chars = self.engine.info.n_ctx * _CHARS_PER_TOKEN // _SUMMARY_SHARE
-        left = summary_without_text(summarised_messages, earlier, budget_chars)
+        left = left_of(summarised_messages, earlier, budget_chars)
         options = replace(self.chat.options, grammar=None)
         shown = replace(self.chat, options=options)
         head = system_messages(self.chat)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.conversation.lasting_facts import merged, split_facts, write_facts
-from localllm.conversation.summary import summary_without_text, task, written
+from localllm.conversation.summary import left_of, task, written
 from localllm.errors import UsageError
 from localllm_tui.control.formatting import how_many
 from localllm_tui.control.prepared_summary import (
@@ -48,7 +48,7 @@ async def summarise(chat: ChatController, wanted: str) -> None:
     newer_messages = [
         {"role": newer_turn.role, "content": newer_turn.content} for newer_turn in newer
     ]
-    left = summary_without_text(newer_messages, earlier, share * _CHARS_PER_TOKEN)
+    left = left_of(newer_messages, earlier, share * _CHARS_PER_TOKEN)
     new, rest = split_facts(printable(prepared.text))
     facts = merged(known, new)
     summary = replace(written(left, rest), facts=facts)
