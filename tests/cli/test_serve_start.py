@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from localllm.library import store
+from models import tiny_lora
 from models.tiny_bert import write_bert
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no AF_UNIX in Python")
@@ -117,3 +118,16 @@ def test_the_start_line_names_context_engine_and_accelerator(tiny_model: Path) -
     ):
         assert part in line
     assert line.rpartition(", on ")[2].strip(), "the accelerator is missing"
+
+
+def test_a_name_without_memory_of_its_own_names_the_model_that_holds_it(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    adapter = tiny_lora.write(tmp_path / "formal.gguf", tiny_model)
+    with serving(str(tiny_model), "--lora", f"{adapter}:0", "--only") as (process, _):
+        assert process.stderr is not None
+        said = [*takewhile(lambda line: not line.startswith("serving on"), process.stderr)]
+    assert sum(" allocated" in line for line in said) == 1
+    assert any(
+        "formal: " in line and f"in the memory of {tiny_model.stem}" in line for line in said
+    )

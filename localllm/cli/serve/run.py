@@ -127,12 +127,14 @@ async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
             raise
     finally:
         await end_ahead()
+    holders: dict[int, str] = {}
     for model in router.named:
         failure = model.worker.failure
         if model.loaded:
+            holder = holders.setdefault(id(model.worker), model.name)
             report(
                 f"  {model.name}: context {model.served_n_ctx:,} tokens, "
-                f"{_allocated(model)} allocated{_seeing(model)}{_running_on(model)}"
+                f"{_allocated(model, holder)}{_seeing(model)}{_running_on(model)}"
             )
         elif failure is not None:
             # Printed even if quiet.
@@ -296,12 +298,17 @@ def stop_when_terminated() -> None:
             loop.add_signal_handler(signal.SIGHUP, task.cancel)
 
 
-def _allocated(model: ServedModel) -> str:
-    """Return the memory of the worker's model and context, or the planned size if it is unknown."""
+def _allocated(model: ServedModel, holder: str) -> str:
+    """Return the memory of the worker's model and context, or the planned size if it is unknown.
+
+    Names that share a worker have it in the line of the first one, the `holder`.
+    """
+    if model.name != holder:
+        return f"in the memory of {holder}"
     memory = getattr(getattr(model.worker.host, "client", None), "memory", None)
     if memory is None:
-        return gb(model.facts.needs_bytes, 2)
-    return gb(memory.total_bytes, 2)
+        return f"{gb(model.facts.needs_bytes, 2)} allocated"
+    return f"{gb(memory.total_bytes, 2)} allocated"
 
 
 # Paths that answer 503 until a model is loaded. Pollers ask them many times a second, and the
