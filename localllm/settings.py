@@ -205,12 +205,14 @@ def read_config() -> dict[str, Any]:
                 "write a path in single quotes, 'C:\\Users\\me'"
             )
         raise UsageError(f"{path} can't be read: {e}", hint=hint) from e
-    unknown = set(data) - _names() - set(_TABLES)
+    unknown = sorted(set(data) - _names() - set(_TABLES))
     if unknown:
-        raise UsageError(
-            f"{path} has unknown settings: {', '.join(sorted(unknown))}",
-            hint=f"known: {', '.join(sorted(_names()))}",
-        )
+        known = sorted(_names() | set(_TABLES))
+        closest = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"known: {', '.join(known)}"
+        if closest:
+            hint = f"did you mean {closest[0]}?"
+        raise UsageError(f"{path} has unknown settings: {', '.join(unknown)}", hint=hint)
     return data
 
 

@@ -45,6 +45,16 @@ def test_errors_in_the_config_are_reported(config: str) -> None:
     assert "config.toml" in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("config", "meant"), [("contxt = 5\n", "context"), ("[upstreams.a]\n", "upstream")]
+)
+def test_the_closest_name_of_a_setting_or_table_is_suggested(config: str, meant: str) -> None:
+    write_config(config)
+    with pytest.raises(UsageError) as caught:
+        Settings()
+    assert caught.value.hint == f"did you mean {meant}?"
+
+
 def test_a_percentage_may_have_its_sign() -> None:
     assert {Settings({"power": said}).value("power") for said in ("60%", "60", 60, 60.0)} == {60.0}
 

@@ -263,6 +263,9 @@ def test_the_models_that_an_upstream_lists_are_offered(
         assert [m["id"] for m in http.get("/v1/models").json()["data"]] == ["tiny", "small"]
         missing = http.post("/v1/chat/completions", json={**CHAT, "model": "nobody"})
         assert missing.status_code == 404
+        assert missing.json()["error"]["message"].endswith("served: tiny, small")
+        misspelt = http.post("/v1/chat/completions", json={**CHAT, "model": "smal"})
+        assert misspelt.json()["error"]["hint"] == "did you mean small?"
 
 
 def test_an_ollama_client_finds_models_that_its_dialect_can_reach(

@@ -182,7 +182,7 @@ class ModelRouter:
         return self._installed_models is not None and self._installed_models.rescan()
 
     def _unknown(self, name: str) -> ModelNotFoundError:
-        names = [m.name for m in self.list()]
+        names = [m.name for m in self.list()] + [m.name for m in self.remote_models()]
         known = dict.fromkeys(alias for alias, _ in self._names.items())
         known |= dict.fromkeys(n.lower() for n in names)
         wanted = without_tag(name.lower())
