@@ -191,7 +191,7 @@ class _Run(NamedTuple):
         """Complete a rough plan: add its speed at full context, and use larger steps if they pay."""
         fitted = FittedSettings(plan.settings, plan.memory, plan.fits)
         if plan.fits != "no" and plan.settings.n_batch == DEFAULT_BATCH:
-            fitted = self.with_larger_batch(fitted)
+            fitted = self.with_larger_batch(fitted, _MIN_PREFILL_GAIN)
         return self.planned(fitted, of=plan)
 
     def kv_types(self) -> tuple[str, ...]:
@@ -327,12 +327,13 @@ class _Run(NamedTuple):
         improves."""
         if self.device.accelerator == "cpu" or not scoring.prompt_lost(plan, self.purpose):
             return plan
-        fitted = self.with_larger_batch(FittedSettings(plan.settings, plan.memory, plan.fits))
+        fitted = FittedSettings(plan.settings, plan.memory, plan.fits)
+        fitted = self.with_larger_batch(fitted, _MIN_SCORED_GAIN)
         if fitted.settings == plan.settings:
             return plan
         return max(plan, self.planned(fitted), key=attrgetter("score"))
 
-    def with_larger_batch(self, fitted: FittedSettings) -> FittedSettings:
+    def with_larger_batch(self, fitted: FittedSettings, least_gain: float) -> FittedSettings:
         """Return `fitted` with a larger micro-batch if that pays for such a prompt and has no
         other effect.
 
@@ -341,11 +342,11 @@ class _Run(NamedTuple):
         """
         settings, _, fits = fitted
         if fits == "yes":
-            return self.in_larger_steps(fitted)
+            return self.in_larger_steps(fitted, least_gain)
         if fits != "split" or self.model.experts is None or not self.overrides.offload.is_free:
             return fitted
         rate = self.decode_tok_s(settings)
-        for size in self.micro_batches(settings):
+        for size in self.micro_batches(settings, least_gain):
             anew = settings.placed(experts_on_host=0, tensor_split=())
             found = self.divided(replace(anew, n_batch=size))
             if found is None or (found.memory.fills_host and not fitted.memory.fills_host):
@@ -358,12 +359,12 @@ class _Run(NamedTuple):
         """Return the decode speed that the cost model alone predicts, without measurements."""
         return speed.decode(self.device, self.model, self.variant, settings).value
 
-    def in_larger_steps(self, fitted: FittedSettings) -> FittedSettings:
+    def in_larger_steps(self, fitted: FittedSettings, least_gain: float) -> FittedSettings:
         """Take the largest micro-batch that pays and needs little memory, for settings that fit
         ("yes"). Returns `fitted` itself if no size qualifies."""
         settings, need, fits = fitted
         used = layer_bytes.used(self.device, settings.placement)
-        sizes = [(n, _SHARE_OF_MEMORY) for n in self.micro_batches(settings)]
+        sizes = [(n, _SHARE_OF_MEMORY) for n in self.micro_batches(settings, least_gain)]
         if used.accelerator != "cpu" and backend_of(self.variant).buffers == "grown":
             most = min(self.prompt_tokens, int(settings.n_ctx * _SHARE_OF_CONTEXT))
             sizes += [(n, _NEGLIGIBLE_SHARE) for n in (2048, 1024) if settings.n_batch < n <= most]
@@ -375,9 +376,9 @@ class _Run(NamedTuple):
                 return FittedSettings(tried, taken, fits)
         return fitted
 
-    def micro_batches(self, settings: RunSettings) -> Sequence[int]:
+    def micro_batches(self, settings: RunSettings, least_gain: float) -> Sequence[int]:
         """Return the micro-batches above that of `settings` that pay for such a prompt, largest
-        first.
+        first. Each doubling makes the prompt faster by the factor `least_gain`.
 
         A micro-batch reads all weights once. With more tokens per read, prefill is faster and a
         step's buffers are larger. A CPU is limited by arithmetic long before that, so the result is
@@ -403,7 +404,7 @@ class _Run(NamedTuple):
         for size in MICRO_BATCHES:
             if settings.n_batch < size <= most:
                 each = token_s(size)
-                if best_s < each * _MIN_PREFILL_GAIN:
+                if best_s < each * least_gain:
                     break
                 found.insert(0, size)
                 best_s = each
@@ -483,6 +484,9 @@ MICRO_BATCHES = (DEFAULT_BATCH, 1024, 2048, 4096)
 # A doubling that speeds up a prompt by less than this is not worth its memory. The prediction is no
 # more accurate than that.
 _MIN_PREFILL_GAIN = 1.05
+# The same if the wait costs points. With a larger limit, more bandwidth could make the prompt slower:
+# the step reads weights sooner, so a doubling gains less.
+_MIN_SCORED_GAIN = 1.003
 # Larger steps may take this share of the accelerator's memory limit. One step may fill this share
 # of the context.
 _SHARE_OF_MEMORY = 1 / 16

@@ -118,6 +118,12 @@ def test_more_bandwidth_is_never_worse_sampled(name: str, purpose: Purpose) -> N
     holds(faster(name, purpose), purpose)
 
 
+def test_more_bandwidth_does_not_end_large_prefill_steps_that_save_points() -> None:
+    """On an M2 with 17 % more bandwidth, a doubled step gained less than 5 %. A long document was
+    then read 5 % more slowly."""
+    holds(faster("M2 (8-core GPU)", "long"), "long")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_more_bandwidth_is_never_worse(name: str) -> None:
