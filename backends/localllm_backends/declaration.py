@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from localllm_backends.installed_packages import version
-
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
@@ -17,6 +15,8 @@ class Declaration:
     `formats`: file formats of the catalog that it runs. `files`: these formats in words.
     `accelerators`: kinds of device that plans may use (localllm.device.accelerators; () = all).
     `packages`: distributions that affect its speed.
+    `library_variable`: environment variable with a folder of libraries that run instead of those in
+    the first of `packages`.
 
     Facts for the planner:
 
@@ -51,6 +51,7 @@ class Declaration:
     files: str = ""
     accelerators: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
+    library_variable: str = ""
     own_kernels: bool = False
     buffers: Literal["planned", "grown"] = "planned"
     kv_quants: Literal["blocks", "groups"] = "blocks"
@@ -69,14 +70,6 @@ class Declaration:
     tensor_parallel: bool = False
     fused_heads: tuple[int, ...] = ()
     scores_at_once: int = 0
-
-    @property
-    def label_with_version(self) -> str:
-        """The label with the version of the first of `packages`, if that is installed."""
-        installed = version(self.packages[0]) if self.packages else None
-        if installed is None:
-            return self.label
-        return f"{self.label} ({self.packages[0]} {installed})"
 
     def runs_on(self, accelerator: str) -> bool:
         return not self.accelerators or accelerator in self.accelerators

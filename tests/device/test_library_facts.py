@@ -8,6 +8,8 @@ import pytest
 
 from localllm.device.library_facts import Architectures, architectures_of, library_in, version_in
 from localllm.device.probes import llama_cpp_folder
+from localllm.load.engine_title import engine_title
+from localllm_backends import registry
 from localllm_catalog.catalog import Catalog
 from localllm_catalog.catalog import load as load_catalog
 
@@ -89,3 +91,14 @@ def test_a_library_with_a_version_in_its_name_is_found(tmp_path: Path) -> None:
     (tmp_path / "libllama.so.0").symlink_to("libllama.so.0.5.0")
     assert library_in(tmp_path) == tmp_path / "libllama.so.0"
     assert version_in(tmp_path) == "0.5.0"
+
+
+def test_an_engine_is_named_with_the_release_of_the_library_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama_cpp = registry.declared("llamacpp")
+    monkeypatch.delenv("LLAMA_CPP_LIB_PATH", raising=False)
+    assert engine_title(llama_cpp).startswith("llama.cpp (llama-cpp-python 0.")
+    (tmp_path / "libllama.so.1.0.0").write_bytes(b"")
+    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
+    assert engine_title(llama_cpp) == "llama.cpp 1.0.0"

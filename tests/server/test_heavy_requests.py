@@ -167,7 +167,9 @@ def test_a_heavy_request_takes_limited_memory_and_ends(
         f"{name}: {watched.most_bytes >> 20} MiB, {answered_s - began_s:.2f} s, {after_s:.2f} more"
     )
     print("   ", said[0].status_code if said else "nothing")
-    assert [r.status_code for r in said] in ([200], [400], [413]), said[0].text
+    # A machine that is busy with other work may answer that it had no time for a grammar.
+    was_busy = [r.json()["error"]["code"] for r in said if r.status_code == 503] == ["server_busy"]
+    assert was_busy or [r.status_code for r in said] in ([200], [400], [413]), said[0].text
     assert watched.most_bytes <= MOST_BYTES
     assert after_s <= MOST_AFTER_S
     assert client.post("/v1/chat/completions", json={**chat(), "model": body["model"]}).is_success

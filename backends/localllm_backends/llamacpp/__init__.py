@@ -25,6 +25,7 @@ class LlamaCppType(BackendType):
         formats=("gguf",),
         files="GGUF files",
         packages=("llama-cpp-python",),
+        library_variable="LLAMA_CPP_LIB_PATH",
         splits=True,
         mixed_kv=True,
         host_embedding=True,

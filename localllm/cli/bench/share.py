@@ -10,6 +10,7 @@ from localllm import __version__
 from localllm.device.detect import detect
 from localllm.errors import UsageError
 from localllm.library.store import published_digest
+from localllm.load.engine_title import engine_title
 from localllm.load.load_plan import LoadPlan
 from localllm.planner.types import Plan
 from localllm_backends import registry
@@ -59,7 +60,7 @@ def row(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
     }
     found |= {
         "backend": plan.backend,
-        "engine": registry.declared(plan.backend).label_with_version,
+        "engine": engine_title(registry.declared(plan.backend)),
         "localllm": __version__,
         "n_ctx": ran.n_ctx,
         "n_batch": ran.n_batch,

@@ -28,6 +28,7 @@ from localllm.library.file_kinds import header_facts
 from localllm.library.resolve import resolve
 from localllm.library.types import LocalModel
 from localllm.load.adapters import file_and_scale
+from localllm.load.engine_title import engine_title
 from localllm.load.fit_several_models import load_plans_together
 from localllm.load.load_plan import LoadPlan, make_load_plan
 from localllm.planner.plan import max_context
@@ -260,7 +261,7 @@ def planned(load: LoadPlan) -> PlannedModel:
 def _runs_on(load: LoadPlan) -> str:
     """Describe the engine with its version, the KV cache and the drafter."""
     engine = backends.for_path(str(load.local.path), load.options.backend).declaration
-    parts = [engine.label_with_version]
+    parts = [engine_title(engine)]
     if load.embedding is None:
         spec = load.options.spec
         keys, values = spec.kv_type_k, spec.kv_type_v
