@@ -139,9 +139,22 @@ def write_private(path: Path, text: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file that others may read. Raises OSError, always with the file's name."""
+    """Write a text file that others may read. If that fails, an earlier file remains.
+
+    Raises OSError, always with the file's name.
+    """
+    path = path.resolve()
     with _named_errors(path):
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():  # a device or a pipe
+            path.write_text(text, encoding="utf-8")
+            return
+        partial = path.with_name(f"{path.name}.{os.getpid()}.new")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 @contextmanager

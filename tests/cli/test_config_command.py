@@ -131,3 +131,12 @@ def test_ls_prints_the_list_of_models() -> None:
         run.invoke(app, ["ls", "--json"]).stdout
         == run.invoke(app, ["models", "list", "--json"]).stdout
     )
+
+
+@pytest.mark.parametrize(("group", "command"), [
+    ("models", "du"), ("cache", "clear"), ("config", "edit"),
+])  # fmt: skip
+def test_json_before_a_command_names_its_place(group: str, command: str) -> None:
+    done = CliRunner().invoke(app, [group, "--json", command])
+    assert isinstance(done.exception, UsageError)
+    assert done.exception.hint == f"localllm {group} {command} --json"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,26 @@ def test_a_valid_user_file_is_used(capsys: pytest.CaptureFixture[str]) -> None:
         run(["recommend", "--device", "RTX 4090", "-m", "mine-1b"])
     assert ended.value.code == 0
     assert "Mine 1B" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no limit for the size of a file")
+def test_a_report_that_a_full_disk_cuts_leaves_the_earlier_one(tmp_path: Path) -> None:
+    report = tmp_path / "machine.txt"
+    report.write_text("earlier")
+    program = (
+        "import resource, sys; from pathlib import Path; from localllm import paths\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try: paths.write_text(Path(sys.argv[1]), 'x' * 8192)\n"
+        "except OSError as e: print(e.filename)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(report)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(report)
+    assert report.read_text() == "earlier"
+    assert [*tmp_path.iterdir()] == [report]
+
+
+def test_a_report_can_be_written_to_a_device() -> None:
+    paths.write_text(Path(os.devnull), "anything")
+    assert not Path(os.devnull).is_file()

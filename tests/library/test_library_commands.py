@@ -141,6 +141,13 @@ def test_a_log_gets_a_progress_line_every_ten_seconds() -> None:
     assert "\033" not in text
 
 
+def test_a_log_gets_no_progress_line_for_small_files() -> None:
+    header = DownloadProgress("downloading", "ggml.h", 0, 30_000, 0.0, None)
+    text = lines_of([(0.0, header), download(0.1, 0)], tty=False)
+    assert "ggml.h" not in text
+    assert text.count("\n") == 1
+
+
 @pytest.mark.parametrize(("seconds", "said"), [
     (0.4, "0.4 s"), (59.4, "59 s"), (150, "2.5 min"), (9000, "2.5 h"),
 ])  # fmt: skip

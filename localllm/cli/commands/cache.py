@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm import paths
-from localllm.cli.commands.shared import Json, Yes, confirmed, print_json, table
+from localllm.cli.commands.shared import Json, Yes, calls_command, confirmed, print_json, table
 from localllm.errors import LocalLLMError, ModelNotFoundError
 from localllm.formatting import byte_size
 from localllm.plain_output import print_lines
@@ -30,7 +30,7 @@ def cache(context: typer.Context, as_json: Json = False) -> None:
 
     Cached prefixes of earlier prompts save computing them again.
     """
-    if context.invoked_subcommand is not None:
+    if calls_command(context, as_json=as_json):
         return
     from localllm.cli.cached_prefixes import survey
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm import paths
-from localllm.cli.commands.shared import Json, print_json, table
+from localllm.cli.commands.shared import Json, calls_command, print_json, table
 from localllm.errors import UsageError
 from localllm.plain_output import print_lines
 from localllm.setting_table import TABLE, Setting
@@ -43,7 +43,7 @@ def config(
 ) -> None:
     """Show all settings: value, source, and names for changing them. Keys are never shown."""
 
-    if context.invoked_subcommand is not None:
+    if calls_command(context, as_json=as_json):
         return
     settings = Settings()
     rows = [_row(setting, settings) for setting in TABLE]

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.cli.commands.models_view import as_row, facts, info_lines, listing
-from localllm.cli.commands.shared import Json, Quiet, Yes, confirmed, print_json, table
+from localllm.cli.commands.shared import (
+    Json,
+    Quiet,
+    Yes,
+    calls_command,
+    confirmed,
+    print_json,
+    table,
+)
 from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
 from localllm.formatting import byte_size
 from localllm.library import store
@@ -30,7 +38,7 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def models(context: typer.Context, as_json: Json = False) -> None:
     """List the installed models if no command is given."""
-    if context.invoked_subcommand is None:
+    if not calls_command(context, as_json=as_json):
         list_models(as_json=as_json)
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Interval of progress lines if the output is no terminal (a log, a pipe).
 _LOG_EVERY_S = 10.0
+# A file below this size is downloaded before a line about it would be read.
+_SMALL_BYTES = 1_000_000
 _REDRAW_EVERY_S = 0.1
 # A download of this size takes longer than measuring the CPU, which takes a few seconds.
 _LONG_BYTES = 10**9
@@ -199,7 +201,8 @@ def _time_processor() -> None:
 
 
 class ProgressLine:
-    """On a terminal, one line that is rewritten. Otherwise, a new line every ten seconds."""
+    """On a terminal, one line that is rewritten. Otherwise, a new line every ten seconds, and no
+    line for a small file."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -220,7 +223,7 @@ class ProgressLine:
             return
         if tty:
             self._line.show(text(progress, shutil.get_terminal_size().columns - 1))
-        elif progress.state != "listing":
+        elif progress.state != "listing" and not 0 < progress.total_bytes < _SMALL_BYTES:
             print(plain(text(progress, 200)), file=self._stream, flush=True)
         self._last = step
         self._next_s = now_s + (_REDRAW_EVERY_S if tty else _LOG_EVERY_S)

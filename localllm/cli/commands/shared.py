@@ -46,6 +46,24 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Print only errors.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
+def calls_command(context: typer.Context, *, as_json: bool) -> bool:
+    """Return whether the command group of `context` was called with a command.
+
+    Raises UsageError for --json before that command, which would have no effect.
+    """
+    command = context.invoked_subcommand
+    if command is None:
+        return False
+    if as_json:
+        group = context.info_name
+        raise UsageError(
+            f"--json belongs after the command {command}",
+            hint=f"localllm {group} {command} --json",
+            param="--json",
+        )
+    return True
+
+
 def table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
     """Format rows with aligned columns. Columns numbered in `right` are right-aligned."""
 
