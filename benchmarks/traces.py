@@ -242,7 +242,7 @@ def _scaled() -> Iterator[None]:
         "PIECE_TOKENS": tunables.PIECE_TOKENS // SCALE, "MIN_TOKENS": 1, "EXPORT_FIRST_TOKENS": 8,
         "WRITE_PAUSE_S": 0.0,
         "WRITE_PATIENCE_S": 0.0, "WRITE_REST_S": 0.0,
-        "WRITE_WAIT_SHARE": 1e9, "WRITE_WAIT_S": 1e6, "READ_LATE_S": 1e6, "READ_SPEED_DECAY": 1.0,
+        "WRITE_WAIT_SHARE": 1e9, "WRITE_WAIT_S": 1e6, "READ_STALLED_S": 1e6, "READ_SPEED_DECAY": 1.0,
     }  # fmt: skip
     before = {name: getattr(tunables, name) for name in scaled}
     try:
