@@ -219,8 +219,10 @@ class ScriptedModel(ScriptedEngine):
         made: list[int] = []
         at = put = 0
         while not constraint.finished:
-            if constraint.wanted is not None:
-                constraint.use(constraint.wanted, self._compile(constraint.wanted))
+            if constraint.required_grammar is not None:
+                constraint.use(
+                    constraint.required_grammar, self._compile(constraint.required_grammar)
+                )
             token = wanted[at] if at < len(wanted) else EOS
             if constraint.active:
                 allowed = self._allowed(constraint)

@@ -31,8 +31,7 @@ class AnswerConstraint:
 
         `forced`: tokens that come next regardless of the model. They are taken without `accept`.
         `required_grammar`: a grammar that is needed to continue the answer. Pass its matcher to
-        `use`, or
-            call `give_up` if the grammar was refused.
+            `use`, or call `give_up` if the grammar was refused.
         `control_as_text`: the last token belongs to a marker or a call, so control tokens in it
             are text and stop strings do not count.
         `grammar_changed`: a grammar began or ended with the last token. Earlier drafts are void
