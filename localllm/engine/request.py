@@ -295,11 +295,9 @@ def running_request(
             return backend.token_bytes(token, special=True)
         return b""
 
-    thinking_budget = None
+    thinking = None
     if request.thinking is not None:
-        thinking_budget = ThinkingBudget(
-            request.thinking, len(prompt), backend.tokenize, token_text
-        )
+        thinking = ThinkingBudget(request.thinking, len(prompt), backend.tokenize, token_text)
     eog = {t for t in backend.info.eog_tokens if t < backend.info.n_vocab}
     min_length = 0
     if generation.min_tokens:
@@ -308,16 +306,14 @@ def running_request(
         min_length=min_length,
         end_tokens=tuple(eog | {t for t in generation.stop_token_ids if t < backend.info.n_vocab}),
         never=tuple(eog) if generation.ignore_eos else (),
-        thinking=thinking_budget,
+        thinking=thinking,
         text=token_text,
     )
     constraint = None
     if request.constraint is not None:
+        inserted = partial(_inserted_tokens, backend)
         constraint = AnswerConstraint(
-            request.constraint,
-            token_text,
-            partial(_inserted_tokens, backend),
-            backend.info.eog_tokens,
+            request.constraint, token_text, inserted, backend.info.eog_tokens
         )
     visible_bytes = partial(backend.token_bytes, special=request.render_control)
     job = RunningRequest(

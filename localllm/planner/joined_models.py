@@ -90,7 +90,8 @@ def _best(
         if held is not None:
             gained = quality.format_cost(model, held) - quality.format_cost(model, together)
             if gained < gained_points:
-                alone, gained_points = held, gained
+                alone = held
+                gained_points = gained
     if gained_points < _LEAST_GAIN_POINTS:
         return None
     plan = cluster.plan(model, together, settings, devices, link)
