@@ -79,7 +79,7 @@ class Speculator:
         self.drafters: dict[str, Drafter] = {
             drafter.name: drafter for drafter in made if drafter is not None
         }
-        self.accounts = {name: DrafterAccount() for name in self.drafters}
+        self._accounts = {name: DrafterAccount() for name in self.drafters}
         # The last step: its streams, and its drafts by drafter (StreamDraft).
         self._emitted = 0
         self._used: dict[str, list[StreamDraft]] = {}
@@ -163,7 +163,7 @@ class Speculator:
 
     def _settle(self) -> None:
         """Charge the drafters for the last step."""
-        for name, account in self.accounts.items():
+        for name, account in self._accounts.items():
             used = self._used.get(name, [])
             gained = lost = 0.0
             if used:
@@ -171,9 +171,6 @@ class Speculator:
                 lengths = [draft.drafted for draft in used]
                 lengths += [0] * (self._emitted - len(used))
                 lost = self._lost_steps(name, lengths, max(d.computed for d in used))
-                if not account.trusted:
-                    # A trial also reads tokens. No estimate knows that time.
-                    lost = max(lost, self._drafting_s / self.cost.seconds(self._emitted))
             account.step(gained, lost)
             self.drafters[name].rest(account.rests)
         self._emitted = 0
@@ -184,11 +181,9 @@ class Speculator:
         """Decode steps without drafts that wrong drafts of these lengths take. The drafter computes
         `computed` tokens in lockstep.
         """
-        more_s = self.drafters[name].drafting_s(computed)
+        drafting_s = self.drafters[name].drafting_s(computed) + self._early.cost_s
         rows = rows_of(lengths, padded=self._padded)
-        if rows > len(lengths):
-            more_s += self._early.cost_s
-        return (self.cost.seconds(rows) + more_s) / self.cost.seconds(len(lengths)) - 1.0
+        return (self.cost.seconds(rows) + drafting_s) / self.cost.seconds(len(lengths)) - 1.0
 
     def _fill_in(
         self,
@@ -206,11 +201,9 @@ class Speculator:
                 self._states[job.id].drafter = proposal.drafter
         for name, drafter in self.drafters.items():
             chosen = zip(decoding, proposals, lengths, strict=True)
-            own = [(j, p, n) for j, p, n in chosen if p.drafter == name]
-            self._run_drafter(name, drafter, [(j, n or p.trial) for j, p, n in own])
-            for job, proposal, _ in own:
-                if proposal.trial and not self.accounts[name].trusted:
-                    self._set_aside(job)
+            self._run_drafter(
+                name, drafter, [(j, n or p.trial) for j, p, n in chosen if p.drafter == name]
+            )
 
     def _lengths(
         self, decoding: Sequence[RunningRequest], proposals: Sequence[Proposal]
@@ -218,7 +211,7 @@ class Speculator:
         """Choose how many tokens of each proposal to draft."""
         max_steps = self._max_steps
         for name in {p.drafter for p in proposals if p.drafter in self.drafters and p.survival}:
-            max_steps = min(max_steps, 1.0 + self.accounts[name].balance)
+            max_steps = min(max_steps, 1.0 + self._accounts[name].balance)
         pay = self._worthwhile(proposals, max_steps)
         guesses = [
             (job, p, n)
@@ -265,13 +258,6 @@ class Speculator:
             ends = bool(job.draft) and job.draft[-1] in self.backend.info.eog_tokens
             if drafter.stops_when_unsure and len(job.draft) < length and not ends:
                 state.stopped_at = len(job.draft)
-
-    def _set_aside(self, job: RunningRequest) -> None:
-        """Compare the guess of a trial with the next token, instead of verifying it in the model's
-        step. That costs no row. A draft that was drawn from a distribution must be verified."""
-        if job.draft and job.draft_from is None:
-            self._states[job.id].guess = job.draft[0]
-            job.draft = []
 
     def _proposal(self, job: RunningRequest, most: int) -> Proposal:
         state = self._state(job)
@@ -335,14 +321,13 @@ class Speculator:
         account = back_off.account
         may_try = not account.wait and job.n_generated >= back_off.retry_at
         # On average 1 / (1 - rate) tokens are right, if a draft is long enough.
-        wrong = 1.0 - back_off.acceptance.rate
-        may_pay = account.trusted and self._steps(name, 1, 1) * wrong < 1.0
+        may_pay = account.trusted and self._steps(name, 1) * (1.0 - back_off.acceptance.rate) < 1.0
         if not drafter.token_s or not (may_try or may_pay):
             return Proposal(()), 0
         most = min(most, drafter.most, _MAX_MODEL_TOKENS)
         # The longest draft that can be rejected entirely while the stream keeps its minimum speed.
         steps = _MAX_STEPS_TRIAL + self._states[job.id].overall.total_for(MIN_GAIN, 1)
-        length = next((n for n in range(most, 0, -1) if self._steps(name, n, n) <= steps), 0)
+        length = next((n for n in range(most, 0, -1) if self._steps(name, n) <= steps), 0)
         survival = back_off.acceptance.survival(length)
         turn = Proposal(survival, drafter.token_s, drafter.at_once, name)
         alone = 0
@@ -354,17 +339,22 @@ class Speculator:
         return turn, alone
 
     def _trial_length(self, name: str, account: DrafterAccount, most: int) -> int:
-        """The tokens of a trial draft now. Drafts that can't pay need no trial."""
+        """The tokens of a trial draft now (0: no trial). Drafts that would not pay even if they were
+        always right need no trial.
+        """
         drafter = self.drafters[name]
         survival = [_NEARLY_RIGHT ** (k + 1) for k in range(most)]
         right = DraftCandidate(survival, drafter.token_s, drafter.at_once)
         lengths = self._worthwhile([right] * self._streams, self._max_steps)
-        others = [0] * (self._streams - 1)
+        account.can_pay = any(lengths)
+        if not account.can_pay:
+            account.wait = PATIENCE_TOKENS
+            return 0
 
         def lost(n: int) -> float:
-            return self._lost_steps(name, [n, *others], max(n, 1))
+            return self._lost_steps(name, [n] + [0] * (self._streams - 1), n)
 
-        return account.trial_length(most, lost, can_pay=any(lengths))
+        return account.trial_length(most, lost)
 
     def _state(self, job: RunningRequest) -> DraftState:
         state = self._states.get(job.id)
@@ -377,7 +367,7 @@ class Speculator:
             )
             back_offs = {
                 name: BackOff(account, PATIENCE_TOKENS * self._is_unprofitable(name))
-                for name, account in self.accounts.items()
+                for name, account in self._accounts.items()
             }
             state = self._states[job.id] = DraftState(lookup, back_offs)
         return state
@@ -388,7 +378,7 @@ class Speculator:
         If so, a new request does not try it at once, because a short answer can't pay for a trial.
         """
         drafter = self.drafters[name]
-        shared = self.accounts[name].acceptance
+        shared = self._accounts[name].acceptance
         candidate = DraftCandidate(
             shared.survival(_MAX_MODEL_TOKENS), drafter.token_s, drafter.at_once
         )
@@ -411,27 +401,28 @@ class Speculator:
         state.lookup.advance(tokens)
         # A token that the heads were unsure of counts as wrong: they computed it in vain.
         unsure = state.stopped_at == drafted
-        guessed = state.guess >= 0
+        state.stopped_at = -1
         # Tokens that a constraint added after them are not a gain of the draft.
-        if not (drafted or unsure or guessed):
+        if not drafted and not unsure:
             state.learn(accepted + 1, 1.0)
             return
-        right = accepted + (tokens[:1] == [state.guess])
-        state.stopped_at = state.guess = -1
-        computed = drafted + (unsure or guessed)
-        state.learn(accepted + 1, self._steps(state.drafter, drafted, computed))
-        self._counts.add(state.drafter, drafted + guessed, right)
+        state.learn(accepted + 1, self._steps(state.drafter, drafted, unsure))
+        self._counts.add(state.drafter, drafted, accepted)
         if state.drafter in state.back_offs:
-            draft = StreamDraft(drafted, right, computed)
+            draft = StreamDraft(drafted, accepted, drafted + unsure)
             self._used.setdefault(state.drafter, []).append(draft)
-            state.back_offs[state.drafter].learn(right, computed, job.n_generated)
+            state.back_offs[state.drafter].learn(accepted, drafted + unsure, job.n_generated)
 
-    def _steps(self, drafter: str, drafted: int, computed: int) -> float:
+    def _steps(self, drafter: str, drafted: int, unsure: bool = False) -> float:
         """The length of a step with such a draft, in decode steps without drafts, for a stream
-        alone. The drafter computed `computed` tokens.
+        alone.
+
+        `unsure`: the drafter computed one token more.
         """
         by = self.drafters.get(drafter)
-        drafting_s = by.drafting_s(computed) if by is not None else 0.0
+        drafting_s = 0.0
+        if by is not None:
+            drafting_s = by.drafting_s(drafted + unsure)
         return (self.cost.seconds(1 + drafted) + drafting_s) / self.cost.seconds(1)
 
     def observe(self, lengths: Sequence[int], *, tokens: int, seconds: float) -> None:
@@ -450,9 +441,14 @@ class Speculator:
             self.cost.observe(rows, usual_s)
             self._since_plain = 0
         if counts:
-            undrafted_s = self.cost.seconds(sequences) * tokens / sequences
+            step_s = self.cost.seconds(sequences)
+            undrafted_s = step_s * tokens / sequences
             self._counts.add_time(seconds, undrafted_s)
             self._host.gain(undrafted_s - seconds)
+            # A draft that took far longer than its step is not all in `seconds`.
+            seconds = max(seconds, self.cost.seconds(rows) + self._drafting_s)
+            for account in self._accounts.values():
+                account.measure((seconds - undrafted_s) / step_s, drafted=drafted)
 
     def forget(self, job: RunningRequest) -> None:
         if self._states.pop(job.id, None) is not None:

@@ -48,7 +48,6 @@ class DraftState:
     gains.
 
         `drafter`: the last drafter used.
-        `guess`: the drafter's guess of the next token, in a trial that is not verified (-1: no guess).
         `stopped_at`: the length at which that drafter stopped early, unsure of the next token
             (-1: it did not).
         `since_long_step`: steps since the last one longer than `MAX_STEPS_UNPAID`.
@@ -57,7 +56,6 @@ class DraftState:
     lookup: PromptLookup
     back_offs: dict[str, BackOff]
     drafter: str = ""
-    guess: int = -1
     stopped_at: int = -1
     recent: DecayedRatio = field(default_factory=recent_gain)
     overall: DecayedRatio = field(default_factory=_gain_overall)

@@ -53,19 +53,22 @@ class Acceptance:
 # speed if every draft is wrong.
 _CREDIT = 1.25
 _SHARE = 0.002
-# The next trial is expected to take as long as the last one, but not longer than this: a longer one was
-# probably slowed by other programs.
-_MOST_PRICE = 2 * _CREDIT
+# Most steps that a trial is charged for, and how many times its estimate the next one is expected
+# to take. A longer one was probably slowed by other programs.
+_MOST_TAKEN = 8.0
+_MOST_DEARER = 8.0
 # Before a trial can be paid for, its price is computed again after so many steps at most.
 _MOST_WAIT = 64
 # Gains of a drafter allow longer drafts, up to this many steps.
 _MOST_GAINED = 16.0
-# Tokens of a trial of a drafter that was right before, if that leaves the balance positive.
+# Tokens of a trial draft, which measures the acceptance rate. It has a second token only if that
+# leaves half of the balance, unless one was right before: after a wrong first token, the second was
+# verified in vain.
 _TRIAL_TOKENS = 2
 _MAX_FAILURES = 9
-# Drafters follow the model for so many steps before a trial, since they need a past to guess from. If
-# a trial is further away, they rest.
-_STEPS_OF_PAST = 32
+# So many trials in a row without an accepted token are hardly an accident: of drafters that are right in
+# a third of all cases, one of eight. The next trial is then at least 32 steps away.
+_RESTING_FAILURES = 5
 
 
 @dataclass
@@ -89,7 +92,8 @@ class DrafterAccount:
     `trusted`: False until a token is accepted. Before that, all drafts are trials.
     `wait`: steps until a trial may be made.
     `can_pay`: False if drafts would not pay even if they were always right.
-    `price`: decode steps that the next trial is expected to take.
+    `price`: decode steps that the next trial will take, if that is more than the balance (else 0).
+    `dearer`: how many times as long as estimated the last trial took.
     """
 
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -99,19 +103,19 @@ class DrafterAccount:
     wait: int = 0
     can_pay: bool = True
     price: float = 0.0
+    dearer: float = 1.0
 
     def __post_init__(self) -> None:
-        # Decode steps that the next trial takes if it is like the last one.
-        self._taken = 0.0
+        # Decode steps that the last step with drafts took, and those estimated for its trial.
+        self._taken = self._estimated = 0.0
 
     @property
     def rests(self) -> bool:
         """True if the drafter was never right, and is expected to stay unused for some time."""
         if self.trusted:
             return False
-        lead = _STEPS_OF_PAST
-        unpaid = self.price - self.balance > lead * _SHARE
-        return unpaid or self.wait > lead or not self.can_pay
+        failed = self.pause.failures >= _RESTING_FAILURES
+        return failed or self.price > 0.0 or not self.can_pay
 
     def step(self, gained: float, lost: float) -> None:
         """Record a step: the decode steps that its drafts saved, and those that they took."""
@@ -119,15 +123,28 @@ class DrafterAccount:
         most = max(_CREDIT, self.price)
         if self.balance < most:
             self.balance = min(self.balance + _SHARE, most)
-        if not (gained or lost):
-            return
         if gained and not self.trusted:
             # The first success is no loss, so drafts that are long enough to pay can follow.
             self.trusted = True
-            self.price = self._taken = lost = 0.0
-        if not self.trusted:
-            self.price = self._taken = min(lost, _MOST_PRICE)
+            lost = 0.0
+        if lost and not self.trusted:
+            self._estimated = lost
         self.balance = min(self.balance + gained - lost, _MOST_GAINED)
+
+    def measure(self, lost: float, *, drafted: bool) -> None:
+        """Record the decode steps that a step lost, which had drafts or followed one with drafts.
+
+        A trial also reads tokens, and the step after it was not started early. No estimate knows
+        these costs, so a trial is charged for what it took.
+        """
+        if drafted:
+            self._taken = lost
+        elif self._estimated:
+            taken = max(min(self._taken + lost, _MOST_TAKEN), self._estimated)
+            self.dearer = min(taken / self._estimated, _MOST_DEARER)
+            self.balance -= taken - self._estimated
+        # If two steps in a row have drafts, the time of the first one is not known.
+        self._estimated = 0.0
 
     def learn(self, accepted: int) -> None:
         """Record a draft of which `accepted` tokens were right."""
@@ -135,30 +152,20 @@ class DrafterAccount:
         if not accepted:
             self.wait = pause
 
-    def trial_length(self, most: int, lost: Callable[[int], float], *, can_pay: bool) -> int:
-        """The tokens of a trial now; 0: no trial. `lost(n)`: decode steps that n wrong tokens take. A
-        drafter that was never right makes one guess, which is not verified (n = 0).
+    def trial_length(self, most: int, lost: Callable[[int], float]) -> int:
+        """The tokens of a trial now; 0: no trial. `lost(n)`: decode steps that n wrong tokens take.
 
         A trial that costs more than the balance waits until the balance pays for it.
         """
-        if self.can_pay < can_pay and not self.trusted:
-            self.wait = _STEPS_OF_PAST
-        self.can_pay = can_pay
-        if not can_pay:
-            self.wait = PATIENCE_TOKENS
-        if self.wait:
-            return 0
-        length = 1
-        self.price = max(lost(0), self._taken)
-        if self.trusted:
-            length = min(most, _TRIAL_TOKENS)
-            if lost(length) > self.balance:
-                length = 1
-            self.price = lost(length)
-        if self.price <= self.balance:
-            return length
-        missing = math.ceil((self.price - self.balance) / _SHARE)
-        self.wait = min(missing, _MOST_WAIT)
+        self.price = 0.0
+        for length in range(min(most, _TRIAL_TOKENS), 0, -1):
+            kept = 1 if self.trusted else length
+            if kept * lost(length) * self.dearer <= self.balance:
+                return length
+        if most:
+            self.price = lost(1) * self.dearer
+            missing = (self.price - self.balance) / _SHARE
+            self.wait = min(math.ceil(missing), _MOST_WAIT)
         return 0
 
 

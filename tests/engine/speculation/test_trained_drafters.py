@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Seq
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -197,21 +196,18 @@ def test_trials_of_an_always_wrong_drafter_affect_one_stream_at_a_time() -> None
     assert all(len(lengths) == 1 and lengths[0] <= 2 for lengths in asked)
 
 
-def test_guesses_of_a_drafter_that_was_never_right_are_compared_and_not_verified() -> None:
-    """A wrong guess in the model's step costs a row and, on MLX, the early start of the next step."""
+def test_a_costly_trial_has_one_token() -> None:
+    """If it is wrong, a second one would be verified in vain."""
     backend = Guessing("M2 Ultra, gpt-oss-120b", 0.0, "eagle3")
     engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now, cpu=ALONE)
     settle(engine)
-    before = len(backend.steps)
-    request = request_for("a", "say a", 100, GREEDY, ignore_eos=True)
+    request = request_for("a", "say a", 4, GREEDY, ignore_eos=True)
     engine.submit(request, backend.tokenize(request.id, special=False))
     while engine.has_work:
         engine.step()
     drafted = engine.snapshot()["drafted_eagle3_tokens"]
     engine.close()
-    assert int(drafted) > 2
-    _, *decoding = backend.steps[before:]
-    assert [n_tokens for [(_, n_tokens)] in decoding] == [1] * len(decoding)
+    assert drafted == 1
 
 
 class ReadingLate(Guessing):
@@ -264,9 +260,7 @@ def test_a_drafter_without_gain_rests(machine: str, rate: float, rests: list[boo
     while engine.has_work:
         engine.step()
     engine.close()
-    assert told[:1] == rests
-    # It follows the model again before each trial, since it guesses from what it has read.
-    assert all(now != then for now, then in pairwise(told))
+    assert told == rests
 
 
 def test_the_next_request_uses_the_learned_acceptance_rate() -> None:
