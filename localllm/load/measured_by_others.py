@@ -23,7 +23,11 @@ from localllm_catalog.types import Model
 
 _MAX_ROWS = 20_000
 _MAX_CHARS = 4096
+_MIN_TOK_S = 1e-3
 _MAX_TOK_S = 1e7
+# Tokens, layers and bytes above these are not those of a run.
+_MAX_TOKENS = 2**24
+_MAX_BYTES = 2**50
 # Two machines of one kind report sizes of their memory that differ by what the firmware takes.
 _SAME_MEMORY = 0.1
 # A figure above the roofline by more than the error of the known bandwidth is wrong.
@@ -58,12 +62,18 @@ class SharedRow:
     experts_on_host: int = 0
 
     def __post_init__(self) -> None:
-        rates = (self.decode_tok_s, self.short_tok_s, self.prefill_tok_s)
+        rates = [self.decode_tok_s]
+        # 0: not measured.
+        rates += [rate for rate in (self.short_tok_s, self.prefill_tok_s) if rate != 0]
         counts = (self.depth, self.short_depth, self.prompt_tokens, self.n_batch)
-        if not all(0 <= rate < _MAX_TOK_S for rate in rates) or self.decode_tok_s <= 0:
+        layers = (self.gpu_layers + 1, self.experts_on_host)
+        sizes = (self.file_bytes, self.device_memory_bytes)
+        if not all(_MIN_TOK_S < rate < _MAX_TOK_S for rate in rates):
             raise ValueError("a speed is not that of a measurement")
-        if min(counts) < 0 or self.file_bytes <= 0 or self.device_memory_bytes <= 0:
-            raise ValueError("a size is negative")
+        if not all(0 <= count < _MAX_TOKENS for count in (*counts, *layers)):
+            raise ValueError("a number of tokens or layers is not that of a measurement")
+        if not all(0 < size < _MAX_BYTES for size in sizes):
+            raise ValueError("a size is not that of a measurement")
         if not self.source or self.backend not in registry.backends():
             raise ValueError("its source or its engine is unknown")
 

@@ -6,6 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+# A larger factor between a figure and its prediction shows another file or another setup.
+_MAX_FACTOR = 5.0
+
+
+def is_plausible(rows: Sequence[tuple[float, float]]) -> bool:
+    """Return whether the (measured, predicted) tokens/s of a run are near each other."""
+    return all(1 / _MAX_FACTOR < now / was < _MAX_FACTOR for now, was in rows)
+
 
 def joined(logs: Mapping[str, Sequence[float]], spread: float) -> tuple[float, float]:
     """Return (ln of the factor for the predicted seconds, spread) after the figures of some sources.

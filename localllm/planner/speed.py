@@ -337,8 +337,9 @@ def _with_others(
     rates: list[float] = []
     for run in others:
         rows = of_run(run)
-        logs.setdefault(run.source, []).extend(math.log(now / was) for was, now in rows)
-        rates.append(rows[-1][0])
+        if by_others.is_plausible(rows):
+            logs.setdefault(run.source, []).extend(math.log(now / was) for was, now in rows)
+            rates.append(rows[-1][0])
     if not logs:
         return predicted
     from statistics import median

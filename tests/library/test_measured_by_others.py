@@ -106,6 +106,10 @@ def test_a_prefill_speed_measured_by_others_changes_the_prediction(tmp_path: Pat
     after = speed.prefill(device, *file_of_model(), prompt_tokens=512, measured=measured)
     assert after.value == pytest.approx((before.value * 300) ** 0.5)
     assert after.basis == "measured by others: 300 (1 source)"
+    assert update(tmp_path, [row("issue 1", 30.0, prefill_tok_s=9e6)]).exit_code == 0
+    measured = overrides_for(device, load_catalog()).measured
+    unchanged = speed.prefill(device, *file_of_model(), prompt_tokens=512, measured=measured)
+    assert unchanged == before
 
 
 @pytest.mark.parametrize(
@@ -121,6 +125,7 @@ def test_a_prefill_speed_measured_by_others_changes_the_prediction(tmp_path: Pat
         {"quant": "Q4_K_M\n"},
         {"decode_tok_s": 2000.0},
         {"short_tok_s": 2000.0, "short_depth": 40},
+        {"decode_tok_s": 0.5},
     ],
     ids=lambda changed: ",".join(changed),
 )
@@ -145,11 +150,17 @@ def test_another_machine_or_file_and_impossible_speeds_change_no_plan(
         row("issue 1", -1.0),
         row("issue 1", 30.0, depth=-1),
         row("issue 1", 30.0, file_bytes=0),
+        row("issue 1", 1e-300),
+        row("issue 1", 30.0, depth=10**400),
+        row("issue 1", 30.0, file_bytes=10**400),
+        row("issue 1", 30.0, device_memory_bytes=10**400),
+        row("issue 1", 30.0, prompt_tokens=10**300),
+        row("issue 1", 30.0, experts_on_host=-5),
         row("issue 1", 30.0, quant=7),
         row("issue 1", 30.0, backend="no-engine"),
         row("x" * 5000, 30.0),
     ],
-    ids=str,
+    ids=lambda line: str(line)[-60:],
 )
 def test_lines_without_a_valid_measurement_are_left_out(tmp_path: Path, line: Any) -> None:
     done = update(tmp_path, [line, row("issue 2", 30.0)])
