@@ -136,7 +136,7 @@ def _in_hub_cache(repo: str) -> CompanionDrafter | None:
 def _companion_in(folder: Path) -> CompanionDrafter | None:
     """Return the trained drafter in a folder with config.json and safetensors, or None."""
     known = drafter_config(json_store.read(folder / "config.json"))
-    weights = list(folder.glob("model*.safetensors"))
+    weights = [file for file in folder.glob("model*.safetensors") if file.is_file()]
     if known is None or not weights:
         return None
     return CompanionDrafter(

@@ -207,7 +207,7 @@ def test_a_drafter_counts_in_memory_and_in_the_fingerprint(model: Path, tmp_path
 def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = iter("abcdefghijk")
+    names = iter("abcdefghijklmnopq")
 
     def refused(reason: str, design: str = "dflash", **more: Any) -> None:
         drafter = tiny_mlx_drafters.write(tmp_path / next(names), design, **more)
@@ -222,8 +222,22 @@ def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(
     refused("needs its own Python code", model_file="evil.py")
     refused("can't be read", num_hidden_layers=3)
     refused("can't be read", "dspark", markov_head_type="gated")
+    for mask in (10**9, -1, "x"):
+        refused(
+            "its mask token names the token",
+            dflash_config={"mask_token_id": mask, "target_layer_ids": [0, 1]},
+        )
+    # Without a mask, mlx-vlm takes that of Qwen3.5.
+    refused("outside of its vocabulary", dflash_config={"target_layer_ids": [0, 1]})
+    beyond = np.full(100, 10**7, np.int64)
+    refused("its table d2t", "eagle3", n_draft_vocab=100, changed={"d2t": beyond})
+    refused("elements of the type", changed={"fc.weight": np.ones((64, 128), np.int8)})
     with pytest.raises(LoadError, match="describes no drafter"):
         load(model, model)
+    nested = tiny_mlx_drafters.write(tmp_path / "nested", "dflash")
+    (nested / "config.json").write_text("[" * 10**5)
+    with pytest.raises(LoadError, match=r"config\.json can't be read"):
+        load(model, nested)
     with pytest.raises(LoadError, match="there is no folder"):
         load(model, tmp_path / "absent")
     good = tiny_mlx_drafters.write(tmp_path / "good", "dflash")

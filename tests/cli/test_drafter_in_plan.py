@@ -11,7 +11,7 @@ from localllm.cli.serve.served_models import planned
 from localllm.device.detect import detect
 from localllm.device.name_lookup import resolve
 from localllm.engine.worker import backends
-from localllm.errors import UnsupportedError
+from localllm.errors import ModelFileError, UnsupportedError
 from localllm.library import folders
 from localllm.load.load_plan import load_plan_named
 from localllm.load.options import load_spec, run_settings
@@ -286,3 +286,19 @@ def test_a_drafter_of_the_other_format_is_refused(tmp_path: Path) -> None:
     for path, drafter in drafters.items():
         with pytest.raises(UnsupportedError, match="which drafts only for a"):
             load_plan_named(path, Settings({"context": 1024, "draft": str(drafter)}))
+
+
+@pytest.mark.mlx
+@pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))
+def test_a_drafter_whose_weights_are_a_dead_link_is_skipped_if_found_and_refused_if_named(
+    tmp_path: Path,
+) -> None:
+    path = tiny_mlx.write_llama(tmp_path / "Tiny-1B-4bit")
+    drafter = tiny_mlx_drafters.write(tmp_path / "Tiny-1B-DFlash", "dflash")
+    (drafter / "model.safetensors").unlink()
+    for to in ("absent", "model.safetensors"):
+        (drafter / "model.safetensors").symlink_to(drafter / to)
+        assert load_plan_named(str(path), Settings({"context": 1024})).options.spec.drafter == ""
+        with pytest.raises(ModelFileError, match="is not a model"):
+            load_plan_named(str(path), Settings({"context": 1024, "draft": str(drafter)}))
+        (drafter / "model.safetensors").unlink()

@@ -22,12 +22,14 @@ from localllm_backends.contract import SequenceId
 from localllm_backends.draft_head_state import CANDIDATES, MIN_PROBABILITY
 from localllm_backends.drafter_config import DrafterConfig
 from localllm_backends.mlx.draft_heads import HeadMemory, joined, share_of_best
-from localllm_backends.mlx.draft_target import Target, TrainedModule, read_module
+from localllm_backends.mlx.draft_target import Target, TrainedModule, check_ids, read_module
 from localllm_backends.mlx.files import fingerprint
 from localllm_backends.mlx.stepping import Stepper
 
 # mlx-vlm's package for each design.
 _PACKAGES = {"dflash": "qwen3_dflash", "dflash2": "dflash2", "dspark": "dspark"}
+# The mask of Gemma 4's drafters, whose configs need not name it.
+_GEMMA4_MASK = 4
 
 
 class _BlockAttention(nn.Module):  # type: ignore[misc]
@@ -212,10 +214,13 @@ def dflash_module(folder: Path, known: DrafterConfig, target: Target) -> DflashM
 
     def make(config: dict[str, Any]) -> Any:
         given = {**config, "num_target_layers": len(target.layers)}
+        if target.family.startswith("gemma4"):
+            given.setdefault("mask_token_id", _GEMMA4_MASK)
         return package.Model(package.ModelConfig.from_dict(given))
 
     weights = read_module(folder, make)
     settings = weights.config
+    check_ids("its mask token", [settings.mask_token_id], target.vocabulary)
     for layer in weights.layers:
         own = layer.self_attn
         window = 0

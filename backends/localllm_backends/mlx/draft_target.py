@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -93,7 +93,10 @@ def _tap_layer(layer: Any, number: int, keep: Callable[[int, Any], None]) -> Non
 
 def read_module(folder: Path, make: Callable[[dict[str, Any]], Any]) -> Any:
     """Return the module that `make` builds from the folder's config, with its weights, not read
-    yet."""
+    yet.
+
+    Raises ValueError for weights that can't be multiplied.
+    """
 
     class Arguments:
         from_dict: Any = staticmethod(dict)
@@ -102,4 +105,21 @@ def read_module(folder: Path, make: Callable[[dict[str, Any]], Any]) -> Any:
         return make, Arguments
 
     module, _ = load_model(folder, lazy=True, get_model_classes=classes)
+    _check_types(dict(tree_flatten(module.parameters())))
     return module
+
+
+def check_ids(what: str, ids: Sequence[object], vocabulary: int) -> None:
+    """Raise ValueError if one of `ids` is no token. MLX reads tables without checking places."""
+    for found in ids:
+        if not isinstance(found, int) or not 0 <= found < vocabulary:
+            raise ValueError(f"{what} names the token {found!r}, outside of its vocabulary")
+
+
+def _check_types(weights: Mapping[str, Any]) -> None:
+    """Raise ValueError if a weight has whole numbers, unless they are those of a quant."""
+    for name, array in weights.items():
+        place = name.rpartition(".")[0]
+        quantised = f"{place}.scales" in weights
+        if place and not quantised and not mx.issubdtype(array.dtype, mx.floating):
+            raise ValueError(f"{name} has elements of the type {array.dtype}")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.rope_utils import initialize_rope
 from mlx_vlm.speculative.drafters.eagle3 import Eagle3DraftModel
@@ -18,7 +19,7 @@ from mlx_vlm.speculative.drafters.eagle3 import ModelConfig as Eagle3Config
 from localllm_backends.draft_head_state import LONGEST_DRAFT
 from localllm_backends.drafter_config import DrafterConfig, eagle3_text
 from localllm_backends.mlx.draft_heads import LockstepHeads
-from localllm_backends.mlx.draft_target import Target, TrainedModule, read_module
+from localllm_backends.mlx.draft_target import Target, TrainedModule, check_ids, read_module
 from localllm_backends.mlx.files import fingerprint
 from localllm_backends.mlx.stepping import Stepper
 
@@ -102,6 +103,9 @@ def eagle3_module(
         return _Weights(Eagle3Config.from_dict(settings))
 
     weights = read_module(folder, make)
+    if weights.d2t is not None:
+        places = mx.arange(weights.d2t.size)
+        check_ids("its table d2t", (places + weights.d2t).tolist(), target.vocabulary)
     for layer in weights.layers:
         # mlx-vlm leaves out the scaling for long contexts.
         attention = layer.self_attn

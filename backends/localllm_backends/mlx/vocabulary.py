@@ -33,7 +33,7 @@ def read_json(path: Path) -> dict[str, Any]:
     check_plain_file(path)
     try:
         data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise LoadError(f"{path.name} can't be read: {e}") from e
     if isinstance(data, dict):
         return data
