@@ -34,23 +34,23 @@ class ModelPrefixes:
 def survey(root: Path) -> list[ModelPrefixes]:
     """List the folders that contain files or were written to today, the largest first."""
     budget = WriteBudget(root)
-    found = []
+    prefixes = []
     for folder in root.glob("*"):
         if not folder.is_dir():
             continue
         stats = []
-        for path in _content(folder):
+        for path in _prefix_files(folder):
             # The engine may remove a file at any moment.
             with contextlib.suppress(OSError):
                 stats.append(path.stat())
-        written = budget.written_bytes(folder)
-        if stats or written:
-            used_s = max((s.st_mtime for s in stats), default=None)
-            size_bytes = sum(s.st_size for s in stats)
-            found.append(
-                ModelPrefixes(folder, label(folder), len(stats), size_bytes, written, used_s)
+        written_bytes = budget.written_bytes(folder)
+        if stats or written_bytes:
+            used_s = max((stat.st_mtime for stat in stats), default=None)
+            size_bytes = sum(stat.st_size for stat in stats)
+            prefixes.append(
+                ModelPrefixes(folder, label(folder), len(stats), size_bytes, written_bytes, used_s)
             )
-    return sorted(found, key=_largest_first)
+    return sorted(prefixes, key=_largest_first)
 
 
 def _largest_first(prefixes: ModelPrefixes) -> tuple[int, str, str]:
@@ -64,19 +64,19 @@ def clear(models: Iterable[ModelPrefixes]) -> tuple[list[int], int]:
     counters of bytes written today are kept.
     """
     freed_bytes = []
-    n_left = 0
-    for path in chain.from_iterable(_content(model.folder) for model in models):
+    n_failed = 0
+    for path in chain.from_iterable(_prefix_files(model.folder) for model in models):
         try:
             size_bytes = path.stat().st_size
             path.unlink()
         except FileNotFoundError:
             continue
         except OSError:
-            n_left += 1
+            n_failed += 1
             continue
         freed_bytes.append(size_bytes)
-    return freed_bytes, n_left
+    return freed_bytes, n_failed
 
 
-def _content(folder: Path) -> list[Path]:
+def _prefix_files(folder: Path) -> list[Path]:
     return [*folder.glob("*.kv"), *folder.glob("*.part")]

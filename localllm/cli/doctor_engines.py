@@ -28,9 +28,9 @@ from localllm_backends import registry
 from localllm_backends.declaration import Declaration
 
 # Limit for all checks together, on a slow device.
-_PATIENCE_S = 1800.0
+_CHECKS_TIMEOUT_S = 1800.0
 # Buffers grow in blocks, so short prompts take more than planned.
-_MOST_OVER_PLAN = 1.6
+_MAX_RATIO_TO_PLAN = 1.6
 Answer = dict[str, Any]
 
 
@@ -51,16 +51,16 @@ def examine_others(show: Show) -> list[EngineTest]:
     tests = []
     for backend in registry.declarations():
         modules = [package.replace("-", "_") for package in backend.packages]
-        installed = all(importlib.util.find_spec(module) is not None for module in modules)
-        if not modules or not installed or build_check.ENGINE in backend.formats:
+        is_installed = all(importlib.util.find_spec(module) is not None for module in modules)
+        if not modules or not is_installed or build_check.ENGINE in backend.formats:
             continue
         models = [local for local in store.scan() if local.format in backend.formats]
         if models:
             smallest = min(models, key=attrgetter("size_bytes"))
             tests.append(examine_engine(backend, smallest, show))
         else:
-            missing = f"not checked: no {backend.label} model is on this disk (localllm pull)"
-            tests.append(EngineTest((f"{backend.label:<12} {missing}",)))
+            not_checked = f"not checked: no {backend.label} model is on this disk (localllm pull)"
+            tests.append(EngineTest((f"{backend.label:<12} {not_checked}",)))
     return tests
 
 
@@ -72,24 +72,26 @@ def examine_engine(backend: Declaration, local: LocalModel, show: Show) -> Engin
         f"model        {local.quant or 'unquantised'}, {local.size_bytes:,} B",
     ]
     failures: list[str] = []
-    checks = [_same_text(backend, local)]
+    checks = [_check_tokens(backend, local)]
     if checks[0]["outcome"] == "failed":
-        said = _anonymous(checks[0]["said"], local)
-        return EngineTest((*lines, f"FAILED       {checks[0]['check']}: {said}"), (said,))
+        explanation = _anonymous(checks[0]["said"], local)
+        return EngineTest(
+            (*lines, f"FAILED       {checks[0]['check']}: {explanation}"), (explanation,)
+        )
     with tempfile.TemporaryDirectory() as folder:
-        order = {
+        arguments = {
             "layers": -1,
             "text": kv_evidence.TEXT,
             "pairs": kv_evidence.pairs_of(backend),
             "file": str(Path(folder) / "stored"),
         }
-        for what in ("device", "restart"):
-            answers, failure = _answers(backend, what, local, order, show)
+        for part in ("device", "restart"):
+            answers, failure = _run_part(backend, part, local, arguments, show)
             checks += answers
             if failure:
                 failures.append(failure)
-    checks += [_as_planned(local, check) for check in checks if "kv_bytes" in check]
-    checks.append(_same_after_restart(checks))
+    checks += [_check_memory(local, check) for check in checks if "kv_bytes" in check]
+    checks.append(_check_restart(checks))
     for check in checks:
         line = f"{check['outcome']:<12} {check['check']}"
         if check["said"]:
@@ -106,32 +108,32 @@ def _anonymous(text: str, local: LocalModel) -> str:
     return build_check.plain(text).replace(local.path.name, "the model")
 
 
-def _answers(
+def _run_part(
     backend: Declaration,
-    what: str,
+    part: str,
     local: LocalModel,
-    order: Mapping[str, Any],
+    options: Mapping[str, Any],
     show: Show,
 ) -> tuple[list[Answer], str]:
     """Run a part of the checks. Returns the outcomes, and one sentence if the process failed."""
-    arguments = [backend.name, what, str(local.path), json.dumps(order)]
-    replies = build_check.run(arguments, os.environ, timeout_s=_PATIENCE_S, show=show)
-    ended = [answer for answer in replies.answers if "outcome" in answer]
+    arguments = [backend.name, part, str(local.path), json.dumps(options)]
+    replies = build_check.run(arguments, os.environ, timeout_s=_CHECKS_TIMEOUT_S, show=show)
+    outcomes = [answer for answer in replies.answers if "outcome" in answer]
     failure = replies.failure
     if failure and replies.answers and "outcome" not in replies.answers[-1]:
         failure = f"during the check that {replies.answers[-1]['check']}: {failure}"
-    return ended, failure
+    return outcomes, failure
 
 
-def _same_text(backend: Declaration, local: LocalModel) -> Answer:
+def _check_tokens(backend: Declaration, local: LocalModel) -> Answer:
     """Compare ten tokens on the device with those on the CPU."""
     check = {"check": "ten tokens are those of the CPU", "outcome": "ok", "said": ""}
-    expected, failure = _greedy(backend, local, {"layers": 0})
+    expected, failure = _greedy_tokens(backend, local, {"layers": 0})
     if not failure:
-        follow = expected["tokens"]
-        answer, failure = _greedy(backend, local, {"layers": -1, "follow": follow})
+        forced_tokens = expected["tokens"]
+        answer, failure = _greedy_tokens(backend, local, {"layers": -1, "follow": forced_tokens})
     if not failure:
-        reference = build_check.ReferenceAnswer(local.path, tuple(follow), expected["text"])
+        reference = build_check.ReferenceAnswer(local.path, tuple(forced_tokens), expected["text"])
         verdict = build_check.compare(reference, answer)
         failure = verdict.failure
         check["said"] = verdict.summary
@@ -140,17 +142,17 @@ def _same_text(backend: Declaration, local: LocalModel) -> Answer:
     return check
 
 
-def _greedy(
-    backend: Declaration, local: LocalModel, order: Mapping[str, Any]
+def _greedy_tokens(
+    backend: Declaration, local: LocalModel, options: Mapping[str, Any]
 ) -> tuple[Answer, str]:
-    arguments = [backend.name, "greedy", str(local.path), json.dumps(order)]
+    arguments = [backend.name, "greedy", str(local.path), json.dumps(options)]
     replies = build_check.run(arguments, os.environ)
     if replies.failure:
         return {}, replies.failure
     return replies.answers[-1], ""
 
 
-def _as_planned(local: LocalModel, measured: Answer) -> Answer:
+def _check_memory(local: LocalModel, measured: Answer) -> Answer:
     """Compare the memory of a prompt with the planner's."""
     check = {"check": "memory is as planned", "outcome": "not here", "said": ""}
     model = open_model(local, load_catalog()).model
@@ -163,13 +165,13 @@ def _as_planned(local: LocalModel, measured: Answer) -> Answer:
         f"{measured['n_tokens']} tokens {measured['kv_bytes']:,} B (planned {planned_bytes:,} B)"
     )
     check |= {"outcome": "ok", "said": text}
-    too_much = measured["kv_bytes"] > _MOST_OVER_PLAN * planned_bytes
-    if planned_bytes and too_much:
+    is_above_plan = measured["kv_bytes"] > _MAX_RATIO_TO_PLAN * planned_bytes
+    if planned_bytes and is_above_plan:
         check["outcome"] = "failed"
     return check
 
 
-def _same_after_restart(checks: Sequence[Answer]) -> Answer:
+def _check_restart(checks: Sequence[Answer]) -> Answer:
     """Compare the tokens after a stored prompt in both processes."""
     tokens = [check["tokens"] for check in checks if isinstance(check.get("tokens"), list)]
     check = {"check": "a restart changes no token", "outcome": "ok", "said": ""}

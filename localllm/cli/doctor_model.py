@@ -22,32 +22,32 @@ def model_checks(model: LocalModel) -> list[HealthCheck]:
     request = model_quality.QualityRequest(
         model, reference, blocks=_BLOCKS, block_tokens=_BLOCK_TOKENS
     )
-    judged = model_quality.judged(request)
+    verdict = model_quality.measure_and_judge(request)
     checks = []
-    for fault in judged.faults:
+    for fault in verdict.faults:
         fix = f"download it again, or make it again: localllm quality {model.path} measures it"
         checks.append(HealthCheck(fault.kind, "error", f"{model.name}: {fault.text}", fix))
     if not checks:
         checks.append(HealthCheck("file", "ok", f"{model.name}: no fault was found"))
-    if judged.found.blocks:
-        checks.append(_loss_check(judged))
+    if verdict.found.blocks:
+        checks.append(_loss_check(verdict))
     return checks
 
 
-def _loss_check(judged: model_quality.Judged) -> HealthCheck:
+def _loss_check(verdict: model_quality.QualityVerdict) -> HealthCheck:
     """Return the measured loss, or the reason why it was not measured."""
-    found = judged.found
-    reference = judged.request.reference
-    if reference is None or not found.has_reference:
-        perplexity = model_quality.shown(found.perplexity, 2)
+    comparison = verdict.found
+    reference = verdict.request.reference
+    if reference is None or not comparison.has_reference:
+        perplexity = model_quality.estimate_text(comparison.perplexity, 2)
         text = (
             "no more exact file of this model is on this disk to compare it with; its perplexity "
             f"on the shipped text is {perplexity}"
         )
         fix = "localllm quality MODEL --against OTHER"
         return HealthCheck("loss", "not checked", text, fix)
-    text = f"KL divergence {model_quality.shown(found.kl, 4)} nats from {reference.path.name}"
-    ratio = loss_ratio(found, judged.request.model, reference)
+    text = f"KL divergence {model_quality.estimate_text(comparison.kl, 4)} nats from {reference.path.name}"
+    ratio = loss_ratio(comparison, verdict.request.model, reference)
     if ratio is not None:
-        text += f", {ratio:.1f} times what {judged.request.model.quant} loses elsewhere"
+        text += f", {ratio:.1f} times what {verdict.request.model.quant} loses elsewhere"
     return HealthCheck("loss", "ok", text, "")

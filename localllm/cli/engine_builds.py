@@ -31,7 +31,7 @@ _READ_TOKENS = 2048
 _WRITTEN_TOKENS = 400
 _MAX_TIME_SHARE = 0.95
 # A well-known model that fits nearly every GPU.
-_YARDSTICK = ("qwen3-8b", "Q4_K_M")
+_REFERENCE_MODEL = ("qwen3-8b", "Q4_K_M")
 
 
 def activate(command: str | None) -> None:
@@ -41,20 +41,20 @@ def activate(command: str | None) -> None:
     BuildNotFoundError if a named build does not exist.
     """
 
-    named = os.environ.get("LOCALLLM_BUILD") or configured()
-    if not named and not paths.builds_dir().is_dir():
+    named_build = os.environ.get("LOCALLLM_BUILD") or configured()
+    if not named_build and not paths.builds_dir().is_dir():
         return
     from localllm.setup import builds
 
     try:
-        name = named or builds.chosen()
+        name = named_build or builds.chosen()
         builds.apply(name, os.environ, sys.path)
         if command in _RUN_MODELS and name != builds.OWN:
             reason = builds.stale(builds.named(name), builds.drivers_now())
             if reason:
                 print(f"note: {reason}", file=sys.stderr)
     except LocalLLMError as e:
-        if named and command not in _NEVER_FAIL:
+        if named_build and command not in _NEVER_FAIL:
             raise
         print(f"note: {e.message}, so the build installed with localllm runs", file=sys.stderr)
         builds.apply(builds.OWN, os.environ, sys.path)
@@ -105,16 +105,16 @@ class EngineFallback:
         from localllm.setup import builds
 
         try:
-            before = builds.go_back(reason)
+            previous = builds.go_back(reason)
             builds.forget_failed_loads(name)
-            builds.apply(before, os.environ, sys.path)
+            builds.apply(previous, os.environ, sys.path)
         except (LocalLLMError, OSError):
             return False
         logging.getLogger(__name__).warning(
             "the engine %s can't be used: %s; %s runs now (`localllm setup --use %s` goes back)",
             name,
             reason,
-            before,
+            previous,
             name,
         )
         return True
@@ -167,28 +167,28 @@ def preferred(machine: Device) -> Preferred | None:
     if own_s < _MAX_TIME_SHARE * lighter_s:
         best = own
     times_text = f"{own} {own_s:.1f} s, {lighter} {lighter_s:.1f} s"
-    return Preferred(best, f"a turn of {_YARDSTICK[0]} would take: {times_text}")
+    return Preferred(best, f"a turn of {_REFERENCE_MODEL[0]} would take: {times_text}")
 
 
 def _turn_s(machine: Device, accelerator: Accelerator) -> float | None:
-    plan = yardstick_plan(replace(machine, accelerator=accelerator))
+    plan = reference_plan(replace(machine, accelerator=accelerator))
     if plan is None or not plan.decode_tok_s.value or not plan.prefill_tok_s.value:
         return None
     return _READ_TOKENS / plan.prefill_tok_s.value + _WRITTEN_TOKENS / plan.decode_tok_s.value
 
 
-def yardstick_plan(machine: Device) -> Plan | None:
+def reference_plan(machine: Device) -> Plan | None:
     from localllm.library.catalog import load_catalog
     from localllm.planner.plan import plan_for
     from localllm.planner.types import Workload
 
-    model = load_catalog().get(_YARDSTICK[0])
+    model = load_catalog().get(_REFERENCE_MODEL[0])
     if model is None:
         return None
     variants = [v for v in model.variants if not v.is_folder]
     if not variants:
         return None
-    variant = next((v for v in variants if v.quant == _YARDSTICK[1]), variants[0])
+    variant = next((v for v in variants if v.quant == _REFERENCE_MODEL[1]), variants[0])
     return plan_for(machine, model, variant, Workload())
 
 
@@ -198,20 +198,22 @@ def note(machine: Device, plans: Sequence[Plan]) -> list[str]:
 
     Otherwise, and for a simulated machine, the list is empty.
     """
-    if machine.simulated or not any(f.fix == "localllm setup" for f in machine.findings):
+    if machine.simulated or not any(
+        finding.fix == "localllm setup" for finding in machine.findings
+    ):
         return []
     from localllm.device.detect import hardware
 
     if plans:
-        text = sentence(machine, hardware(), plans[0])
+        text = speed_note(machine, hardware(), plans[0])
     else:
-        text = sentence(machine, hardware(), yardstick_plan(machine))
+        text = speed_note(machine, hardware(), reference_plan(machine))
     if text:
         return [f"Note: {text}."]
     return []
 
 
-def sentence(planned_for: Device, machine: Device, plan: Plan | None) -> str:
+def speed_note(planned_for: Device, machine: Device, plan: Plan | None) -> str:
     """Describe the speed of `plan` on `machine`, which is `planned_for` with its GPU in use.
 
     Returns "" if that is not faster.
@@ -225,11 +227,11 @@ def sentence(planned_for: Device, machine: Device, plan: Plan | None) -> str:
     best = preferred(machine)
     if best is not None:
         machine = replace(machine, accelerator=best.backend)
-    other = plan_for(machine, plan.model, plan.variant, Workload())
-    if other.fits == "no" or other.decode_tok_s.value <= plan.decode_tok_s.value:
+    faster_plan = plan_for(machine, plan.model, plan.variant, Workload())
+    if faster_plan.fits == "no" or faster_plan.decode_tok_s.value <= plan.decode_tok_s.value:
         return ""
-    speed = other.decode_tok_s
-    kind = KINDS[machine.accelerator].label
+    speed = faster_plan.decode_tok_s
+    accelerator = KINDS[machine.accelerator].label
     name = f"{plan.model.name} {plan.variant.quant}"
     rate = f"{speed.low:.0f}-{speed.high:.0f} tok/s"
-    return f"with a {kind} build of llama.cpp {name} would generate {rate}: `localllm setup`"
+    return f"with a {accelerator} build of llama.cpp {name} would generate {rate}: `localllm setup`"

@@ -71,39 +71,41 @@ class GitHubReleases:
         self._on_progress = on_progress
         # Without a network, `setup` goes on with the next recipe soon.
         self._patience = patience or Patience(listing_failures=2, connect_s=5.0)
-        self._found: dict[str, Release] = {}
+        self._releases: dict[str, Release] = {}
 
     def find(self, tag: str) -> Release:
         """Return the release with this tag. If it names another one with the archives, return
         that."""
-        if tag not in self._found:
-            self._found[tag] = self._find(tag)
-        return self._found[tag]
+        if tag not in self._releases:
+            self._releases[tag] = self._find(tag)
+        return self._releases[tag]
 
     def _find(self, tag: str) -> Release:
-        place = "/releases/latest"
+        path = "/releases/latest"
         if tag != "latest":
-            place = f"/releases/tags/{tag}"
-        release = releases.read(self._answer(place, tag).json())
+            path = f"/releases/tags/{tag}"
+        release = releases.read(self._answer(path, tag).json())
         if release.pointer is None:
             return release
         text = self._answer(release.pointer.url, tag).text
         with_archives = releases.pointed(text)
-        answer = self._answer(f"/releases/tags/{with_archives}", with_archives)
-        return releases.read(answer.json(), version=release.tag)
+        response = self._answer(f"/releases/tags/{with_archives}", with_archives)
+        return releases.read(response.json(), version=release.tag)
 
     def headers(self, tag: str) -> tuple[Asset, ...]:
         """Return the headers of this tag's source, with git's digests."""
-        found: list[Asset] = []
-        for folder, wanted in _HEADERS.items():
+        assets: list[Asset] = []
+        for folder, name_pattern in _HEADERS.items():
             rows = self._answer(f"/contents/{folder}?ref={tag}", tag).json()
             try:
-                found += [_header(row) for row in rows if wanted.fullmatch(str(row["name"]))]
+                assets += [
+                    _header_asset(row) for row in rows if name_pattern.fullmatch(str(row["name"]))
+                ]
             except (KeyError, TypeError, ValueError) as e:
                 raise DownloadError(
                     f"the list of llama.cpp's headers can't be read: {e}", hint=_NETWORK_HINT
                 ) from e
-        return tuple(found)
+        return tuple(assets)
 
     def download(self, asset: Asset, folder: str) -> str:
         """Fetch a file into `folder`, and return its path. Raises DownloadError."""
@@ -135,35 +137,35 @@ class GitHubReleases:
             )
         from localllm import __version__
 
-        named = {"User-Agent": f"localllm/{__version__}"}
-        return hub.new_client(named, self._patience, self._api)
+        request_headers = {"User-Agent": f"localllm/{__version__}"}
+        return hub.new_client(request_headers, self._patience, self._api)
 
-    def _answer(self, place: str, tag: str) -> httpx.Response:
+    def _answer(self, path_or_url: str, tag: str) -> httpx.Response:
         """Return the answer for a path of the API or a URL. Retries a broken connection."""
         import httpx
 
-        url = place
-        if place.startswith("/"):
-            url = self._api + place
+        url = path_or_url
+        if path_or_url.startswith("/"):
+            url = self._api + path_or_url
         failures = 0
         with self._client() as client:
             while True:
-                trouble: Exception
+                error: Exception
                 try:
                     response = client.get(url)
-                    _check(response, tag)
+                    _check_status(response, tag)
                     return response
                 except (httpx.HTTPError, HubUnreachableError) as e:
-                    trouble = e
+                    error = e
                 failures += 1
                 if failures >= self._patience.listing_failures:
                     raise DownloadError(
-                        f"llama.cpp's releases can't be read: {trouble}", hint=_NETWORK_HINT
-                    ) from trouble
+                        f"llama.cpp's releases can't be read: {error}", hint=_NETWORK_HINT
+                    ) from error
                 self._patience.sleep(self._patience.wait_s(failures, None))
 
 
-def _check(response: httpx.Response, tag: str) -> None:
+def _check_status(response: httpx.Response, tag: str) -> None:
     status = response.status_code
     if status == 404:
         raise ReleaseNotFoundError(f"llama.cpp has no release {tag}")
@@ -178,7 +180,7 @@ def _check(response: httpx.Response, tag: str) -> None:
         raise DownloadError(f"{response.url.host} answered {status}", hint=_NETWORK_HINT)
 
 
-def _header(row: Any) -> Asset:
+def _header_asset(row: Any) -> Asset:
     digest = str(row["sha"])
     size_bytes = int(row["size"])
     if not _GIT_DIGEST.fullmatch(digest) or not 0 < size_bytes <= _LARGEST_HEADER_BYTES:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 WHEEL = "wheel"
 _PYTHON_RELEASE = re.compile(r"\d+(\.\d+){1,3}")
-_FORMS = (
+_ACCEPTED = (
     "latest, v1.0.0 or b12110 (llama.cpp's releases), wheel, a folder, an engine of "
     "`localllm setup --list`, or a release of llama-cpp-python such as 0.3.36"
 )
@@ -48,14 +48,14 @@ def check(engine: str, backend: str) -> None:
     if is_python_release(engine) or engine == WHEEL or releases.TAG.fullmatch(engine):
         return
     if _folder_recipe(engine, backend) is None:
-        raise UsageError(f"--engine {engine}: not an engine", hint=f"it takes {_FORMS}")
+        raise UsageError(f"--engine {engine}: not an engine", hint=f"it takes {_ACCEPTED}")
 
 
 def recipe_of(engine: str, device: Device, host: BuildHost, backend: str) -> BuildRecipe:
     """Return the recipe for a release of llama.cpp, or for a library of this machine."""
-    found = _folder_recipe(engine, backend)
-    if found is not None:
-        return found
+    folder_recipe = _folder_recipe(engine, backend)
+    if folder_recipe is not None:
+        return folder_recipe
     return recipes.of_llama_cpp(engine, device, host, backend)
 
 
@@ -64,13 +64,13 @@ def resolved(recipe: BuildRecipe, source: ReleaseSource) -> BuildRecipe:
 
     A recipe with other alternatives is returned unchanged: they are used without a network.
     """
-    if not all(made.libraries for made in (recipe, *recipe.otherwise)):
+    if not all(alternative.libraries for alternative in (recipe, *recipe.otherwise)):
         return recipe
     for step in recipe.steps:
         if step.release:
             tag = source.find(step.release).tag
-            others = tuple(resolved(other, source) for other in recipe.otherwise)
-            return replace(recipe, name=f"{tag}-{recipe.backend}", otherwise=others)
+            alternatives = tuple(resolved(other, source) for other in recipe.otherwise)
+            return replace(recipe, name=f"{tag}-{recipe.backend}", otherwise=alternatives)
     return recipe
 
 
@@ -78,19 +78,19 @@ def _folder_recipe(engine: str, backend: str) -> BuildRecipe | None:
     """Return the recipe for a folder or for an engine that another program installed, or None."""
     for name, source, folder in engines.installed(os.environ):
         if name == engine:
-            return _of_library(name, source, folder, backend)
+            return _library_recipe(name, source, folder, backend)
     folder = Path(engine).expanduser().absolute()
     if os.sep in engine and library_in(folder) is not None:
         name = re.sub(r"[^a-z0-9._-]+", "-", folder.parent.name.lower()).strip("-._")
-        return _of_library(f"folder-{name}"[:40], "a folder", folder, backend)
+        return _library_recipe(f"folder-{name}"[:40], "a folder", folder, backend)
     return None
 
 
-def _of_library(name: str, source: str, folder: Path, backend: str) -> BuildRecipe:
-    files = " ".join(file.name for file in folder.glob("*ggml*"))
-    kinds = compiled_in(files)
-    drives = backend or next(iter(kinds), "cpu")
-    return recipes.of_folder(name, source, str(folder), drives)
+def _library_recipe(name: str, source: str, folder: Path, backend: str) -> BuildRecipe:
+    file_names = " ".join(file.name for file in folder.glob("*ggml*"))
+    accelerators = compiled_in(file_names)
+    backend_name = backend or next(iter(accelerators), "cpu")
+    return recipes.of_folder(name, source, str(folder), backend_name)
 
 
 def fetcher(
@@ -104,29 +104,29 @@ def listed() -> list[ListedEngine]:
     return engines.listed(os.environ, engine_builds.configured())
 
 
-def as_json(found: list[ListedEngine]) -> list[dict[str, Any]]:
-    return [{**asdict(engine), "runs": bool(engine.used)} for engine in found]
+def as_json(engines_listed: list[ListedEngine]) -> list[dict[str, Any]]:
+    return [{**asdict(engine), "runs": bool(engine.used)} for engine in engines_listed]
 
 
-def lines(found: list[ListedEngine]) -> list[str]:
+def lines(engines_listed: list[ListedEngine]) -> list[str]:
     """Format the engines: three lines each, the first with the mark of the one that runs."""
-    width = max(len(engine.name) for engine in found)
-    out = []
-    for engine in found:
+    width = max(len(engine.name) for engine in engines_listed)
+    text_lines = []
+    for engine in engines_listed:
         mark = "*" if engine.used else " "
-        out.append(f"{mark} {engine.name:<{width}}  {engine.version or 'version unknown'}")
+        text_lines.append(f"{mark} {engine.name:<{width}}  {engine.version or 'version unknown'}")
         facts = [engine.source, " and ".join(engine.accelerators)]
         if engine.n_architectures is not None:
             facts.append(f"{engine.n_architectures} architectures")
         indent = " " * (width + 4)
-        out.append(f"{indent}{'; '.join(filter(None, facts))}")
-        out.append(f"{indent}{engine.trial}")
+        text_lines.append(f"{indent}{'; '.join(filter(None, facts))}")
+        text_lines.append(f"{indent}{engine.trial}")
         if engine.folder:
-            out.append(f"{indent}{engine.folder}")
+            text_lines.append(f"{indent}{engine.folder}")
         if engine.used:
-            out.append(f"{indent}runs: {engine.used}")
+            text_lines.append(f"{indent}runs: {engine.used}")
     return [
-        *out,
+        *text_lines,
         "",
         "* runs. `localllm setup --use NAME` chooses one of the builds, `--engine "
         "NAME` also another program's llama.cpp; LOCALLLM_BUILD=NAME is for one run.",

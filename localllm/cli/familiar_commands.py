@@ -9,7 +9,7 @@ from localllm.errors import UsageError
 
 # The options that print a command's help.
 HELP = ("-h", "--help")
-_SAME = {
+_COMMANDS = {
     "list": ("models", "list"),
     "rm": ("models", "rm"),
     "show": ("models", "info"),
@@ -26,12 +26,12 @@ _HINTS = {
 
 # Options of llama-server, and how to say the same here.
 _NO_OPTION = "name the model without an option: `localllm serve FILE`"
-_DOWNLOADED = "`localllm pull ORG/NAME` downloads a model, and `localllm serve NAME` serves it"
+_PULL_HINT = "`localllm pull ORG/NAME` downloads a model, and `localllm serve NAME` serves it"
 _SERVE_HINTS = {
     "-m": _NO_OPTION,
     "--model": _NO_OPTION,
-    "-hf": _DOWNLOADED,
-    "--hf-repo": _DOWNLOADED,
+    "-hf": _PULL_HINT,
+    "--hf-repo": _PULL_HINT,
     "-c": "use --context N (default: what fits)",
     "--ctx-size": "use --context N (default: what fits)",
     "-ngl": "use --gpu-layers N (default: as many as fit)",
@@ -55,8 +55,8 @@ def translated(typed: Sequence[str]) -> list[str]:
     first, *rest = typed
     if first == "help":
         return [*rest, "--help"]
-    if first in _SAME:
-        return [*_SAME[first], *rest]
+    if first in _COMMANDS:
+        return [*_COMMANDS[first], *rest]
     if first in _HINTS:
         raise UsageError(f"localllm has no command {first!r}", hint=_HINTS[first])
     if first == "serve":

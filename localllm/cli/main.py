@@ -35,8 +35,8 @@ def run(argv: list[str] | None = None) -> Any:
         try:
             try:
                 _run(argv)
-            except SystemExit as left:
-                code = left.code
+            except SystemExit as exit_error:
+                code = exit_error.code
             sys.stdout.flush()
         except BrokenPipeError:
             # `localllm … | head` closed our output. That is no error.
@@ -79,16 +79,16 @@ def _run(argv: list[str] | None) -> None:
     gc.disable()
     typed = sys.argv[1:] if argv is None else argv
     try:
-        ours = translated(typed)
-        if ours != typed:
-            argv = ours
-        if ours[:1] == ["serve"] and not any(word in HELP for word in ours):
-            from localllm.cli.serve.first_worker import started
+        arguments = translated(typed)
+        if arguments != typed:
+            argv = arguments
+        if arguments[:1] == ["serve"] and not any(word in HELP for word in arguments):
+            from localllm.cli.serve.first_worker import worker_started
 
-            with started():
-                _run_command(ours, argv)
+            with worker_started():
+                _run_command(arguments, argv)
         else:
-            _run_command(ours, argv)
+            _run_command(arguments, argv)
     except LocalLLMError as e:
         sys.exit(report(e))
     except KeyboardInterrupt:

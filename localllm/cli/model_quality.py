@@ -57,7 +57,7 @@ class QualityRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class QualityVerdict:
     """A measurement and the faults that were found."""
 
     request: QualityRequest
@@ -65,7 +65,7 @@ class Judged:
     faults: Sequence[Fault]
 
 
-def judged(request: QualityRequest, *, quiet: bool = False) -> Judged:
+def measure_and_judge(request: QualityRequest, *, quiet: bool = False) -> QualityVerdict:
     """Measure and judge a model. A terminal shows the figures so far, unless `quiet` is set.
 
     Raises DoesNotFitError, BackendError and the errors of planning.
@@ -81,36 +81,36 @@ def judged(request: QualityRequest, *, quiet: bool = False) -> Judged:
         if not quiet:
             line.show(text)
 
-    def on_block(found: QualityFigures, n_blocks: int) -> None:
-        show(f"block {len(found.blocks)} of at most {n_blocks}: {_running(found)}")
+    def on_block(figures: QualityFigures, n_blocks: int) -> None:
+        show(f"block {len(figures.blocks)} of at most {n_blocks}: {_progress_text(figures)}")
 
-    def on_stored(n_stored: int, of: int) -> None:
-        show(f"reading the text with the reference: block {n_stored} of {of}")
+    def on_stored(n_stored: int, n_blocks: int) -> None:
+        show(f"reading the text with the reference: block {n_stored} of {n_blocks}")
 
     show(f"loading {request.model.name} …")
     try:
-        found = measure(_order(request), on_block, on_stored)
+        figures = measure(_measuring_order(request), on_block, on_stored)
     except BackendError as e:
         # The engine may be unable to run a file whose header shows why.
         if not faults:
             raise
         faults.append(Fault("engine", f"the engine can't run it: {e.message}"))
-        return Judged(request, QualityFigures(), faults)
+        return QualityVerdict(request, QualityFigures(), faults)
     finally:
         show("")
-    faults += measured_faults(found, request.model, request.reference)
+    faults += measured_faults(figures, request.model, request.reference)
     if not faults:
-        _keep(request, found)
-    return Judged(request, found, faults)
+        _store_loss(request, figures)
+    return QualityVerdict(request, figures, faults)
 
 
-def _keep(request: QualityRequest, found: QualityFigures) -> None:
+def _store_loss(request: QualityRequest, figures: QualityFigures) -> None:
     """Store the loss of a quant for the planner, if its reference is nearly exact."""
     reference = request.reference
-    if reference is None or request.kv_type or not found.has_reference or not found.blocks:
+    if reference is None or request.kv_type or not figures.has_reference or not figures.blocks:
         return
     model = open_model(request.model, load_catalog()).model
-    ratio = found.ln_ratio
+    ratio = figures.ln_ratio
     if model is None or ratio.error is None or target_bits(reference.quant) < _MIN_REFERENCE_BITS:
         return
     today = datetime.now(UTC).date().isoformat()
@@ -120,7 +120,7 @@ def _keep(request: QualityRequest, found: QualityFigures) -> None:
     keep_loss(loss)
 
 
-def _order(request: QualityRequest) -> QualityOrder:
+def _measuring_order(request: QualityRequest) -> QualityOrder:
     load = _load_plan(request.model, request.block_tokens)
     subject = _engine_model(load, request.kv_type or "f16")
     needs_bytes = load.needs_bytes
@@ -128,9 +128,9 @@ def _order(request: QualityRequest) -> QualityOrder:
     if request.kv_type:
         reference = _engine_model(load, "f16")
     elif request.reference is not None:
-        other = _load_plan(request.reference, request.block_tokens)
-        reference = _engine_model(other, "f16")
-        needs_bytes += other.needs_bytes
+        reference_load = _load_plan(request.reference, request.block_tokens)
+        reference = _engine_model(reference_load, "f16")
+        needs_bytes += reference_load.needs_bytes
     free_bytes = free_for_models()
     return QualityOrder(
         subject,
@@ -174,14 +174,14 @@ def _engine_model(load: LoadPlan, kv_type: str) -> EngineModel:
 # --- output ---------------------------------------------------------------------------------------
 
 
-def _running(found: QualityFigures) -> str:
-    text = f"perplexity {shown(found.perplexity, 2)}"
-    if found.has_reference:
-        text += f", KL divergence {shown(found.kl, 4)}"
+def _progress_text(figures: QualityFigures) -> str:
+    text = f"perplexity {estimate_text(figures.perplexity, 2)}"
+    if figures.has_reference:
+        text += f", KL divergence {estimate_text(figures.kl, 4)}"
     return text
 
 
-def shown(estimate: Estimate, digits: int) -> str:
+def estimate_text(estimate: Estimate, digits: int) -> str:
     """Format an estimate and its error: "0.0536 ± 0.0012"."""
     text = f"{estimate.value:.{digits}f}"
     if estimate.error is not None:
@@ -189,8 +189,8 @@ def shown(estimate: Estimate, digits: int) -> str:
     return text
 
 
-def _share(estimate: Estimate) -> str:
-    return shown(Estimate(100 * estimate.value, _percent(estimate.error)), 1) + " %"
+def _percent_text(estimate: Estimate) -> str:
+    return estimate_text(Estimate(100 * estimate.value, _percent(estimate.error)), 1) + " %"
 
 
 def _percent(share: float | None) -> float | None:
@@ -199,55 +199,57 @@ def _percent(share: float | None) -> float | None:
     return 100 * share
 
 
-def lines(judged: Judged) -> list[str]:
+def lines(measure_and_judge: QualityVerdict) -> list[str]:
     """Format the figures and the faults."""
-    request = judged.request
-    found = judged.found
-    out = [f"{_named(request.model)}: {found.n_tokens:,} tokens in {len(found.blocks)} blocks"]
-    if found.blocks:
-        out.append(f"perplexity      {shown(found.perplexity, 2)}")
-    if found.blocks and found.has_reference:
-        against = f"{_named(request.reference or request.model)}"
+    request = measure_and_judge.request
+    figures = measure_and_judge.found
+    text_lines = [
+        f"{_name_and_quant(request.model)}: {figures.n_tokens:,} tokens in {len(figures.blocks)} blocks"
+    ]
+    if figures.blocks:
+        text_lines.append(f"perplexity      {estimate_text(figures.perplexity, 2)}")
+    if figures.blocks and figures.has_reference:
+        against = f"{_name_and_quant(request.reference or request.model)}"
         if request.kv_type:
             against += ", KV in f16"
-        out += [
-            f"against         {against}: perplexity {shown(found.reference_perplexity, 2)}",
-            f"ln of ratio     {shown(found.ln_ratio, 4)}",
-            f"KL divergence   {shown(found.kl, 4)} nats a token",
-            f"same top token  {_share(found.same_top)}",
+        text_lines += [
+            f"against         {against}: perplexity {estimate_text(figures.reference_perplexity, 2)}",
+            f"ln of ratio     {estimate_text(figures.ln_ratio, 4)}",
+            f"KL divergence   {estimate_text(figures.kl, 4)} nats a token",
+            f"same top token  {_percent_text(figures.same_top)}",
         ]
-    out += [f"{FAULT}{fault.text}" for fault in judged.faults]
-    return out
+    text_lines += [f"{FAULT}{fault.text}" for fault in measure_and_judge.faults]
+    return text_lines
 
 
-def _named(model: LocalModel) -> str:
+def _name_and_quant(model: LocalModel) -> str:
     if model.quant and not model.name.endswith(model.quant):
         return f"{model.name} {model.quant}"
     return model.name
 
 
-def as_json(judged: Judged) -> dict[str, Any]:
+def as_json(measure_and_judge: QualityVerdict) -> dict[str, Any]:
     """Return the figures and the faults for --json."""
-    request = judged.request
-    found = judged.found
+    request = measure_and_judge.request
+    figures = measure_and_judge.found
     body: dict[str, Any] = {
         "model": str(request.model.path),
         "reference": None if request.reference is None else str(request.reference.path),
         "kv_type": request.kv_type or "f16",
         "block_tokens": request.block_tokens,
-        "blocks": len(found.blocks),
-        "tokens": found.n_tokens,
+        "blocks": len(figures.blocks),
+        "tokens": figures.n_tokens,
     }
-    if found.blocks:
-        body["perplexity"] = _figures(found.perplexity)
-    if found.blocks and found.has_reference:
+    if figures.blocks:
+        body["perplexity"] = _figures(figures.perplexity)
+    if figures.blocks and figures.has_reference:
         body |= {
-            "reference_perplexity": _figures(found.reference_perplexity),
-            "ln_perplexity_ratio": _figures(found.ln_ratio),
-            "kl_divergence_nats": _figures(found.kl),
-            "same_top_token": _figures(found.same_top),
+            "reference_perplexity": _figures(figures.reference_perplexity),
+            "ln_perplexity_ratio": _figures(figures.ln_ratio),
+            "kl_divergence_nats": _figures(figures.kl),
+            "same_top_token": _figures(figures.same_top),
         }
-    faults = [{"kind": fault.kind, "text": fault.text} for fault in judged.faults]
+    faults = [{"kind": fault.kind, "text": fault.text} for fault in measure_and_judge.faults]
     return {**body, "faults": faults}
 
 

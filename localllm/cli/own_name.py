@@ -22,7 +22,7 @@ def name_checks(
     `command`: the program that the shell starts (None: no such command).
     `prefix`: the folder of this Python, which contains its commands.
     """
-    others = sorted(d for d in set(distributions) if d.lower().replace("_", "-") != NAME)
+    others = sorted(name for name in set(distributions) if name.lower().replace("_", "-") != NAME)
     checks = []
     if others:
         text = f"{' and '.join(others)} installed a package localllm over this one's files"
@@ -46,8 +46,8 @@ def _runs_this_python(file: Path, prefix: Path) -> bool:
     if prefix in file.parents:
         return True
     try:
-        with file.open("rb") as opened:
-            first = opened.readline(4096).decode(errors="replace")
+        with file.open("rb") as stream:
+            first_line = stream.readline(4096).decode(errors="replace")
     except OSError:
         return False
-    return first.startswith("#!") and str(prefix) in first
+    return first_line.startswith("#!") and str(prefix) in first_line

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-_PIECE_BYTES = 2**20
-_RESTART_S = 1.0
+_CHUNK_BYTES = 2**20
+_RESTART_DELAY_S = 1.0
 
 
 async def run(
@@ -30,9 +30,9 @@ async def run(
     """
     from localllm.errors import PortInUseError
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        inner = free.getsockname()[1]
+    with socket.socket() as free_port_socket:
+        free_port_socket.bind(("127.0.0.1", 0))
+        rpc_port = free_port_socket.getsockname()[1]
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = ipaddress.ip_address(writer.get_extra_info("peername")[0])
@@ -40,25 +40,25 @@ async def run(
             print(f"refused {peer}: its address is not in --allow", file=sys.stderr, flush=True)
             writer.close()
             return
-        await _relay(reader, writer, inner)
+        await _relay(reader, writer, rpc_port)
 
     try:
-        listener = await asyncio.start_server(accept, host, port, limit=_PIECE_BYTES)
+        listener = await asyncio.start_server(accept, host, port, limit=_CHUNK_BYTES)
     except OSError as e:
         raise PortInUseError(f"{host}:{port} can't be opened for listening: {e.strerror}") from e
     print(f"worker for other machines on {host}:{port}  (Ctrl-C stops)", file=sys.stderr)
     print(f"note: {note}", file=sys.stderr, flush=True)
     try:
         while True:
-            await _serve_once(inner, threads)
+            await _serve_once(rpc_port, threads)
             print("the RPC server ended and is restarted", file=sys.stderr, flush=True)
-            await asyncio.sleep(_RESTART_S)
+            await asyncio.sleep(_RESTART_DELAY_S)
     finally:
         listener.close()
 
 
-async def _serve_once(inner: int, threads: int) -> None:
-    command = [sys.executable, "-m", "localllm_backends.llamacpp.rpc", f"127.0.0.1:{inner}"]
+async def _serve_once(rpc_port: int, threads: int) -> None:
+    command = [sys.executable, "-m", "localllm_backends.llamacpp.rpc", f"127.0.0.1:{rpc_port}"]
     if threads:
         command.append(str(threads))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
@@ -70,21 +70,23 @@ async def _serve_once(inner: int, threads: int) -> None:
             await process.wait()
 
 
-async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, inner: int) -> None:
+async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rpc_port: int) -> None:
     try:
-        to_reader, to_writer = await asyncio.open_connection("127.0.0.1", inner, limit=_PIECE_BYTES)
+        rpc_reader, rpc_writer = await asyncio.open_connection(
+            "127.0.0.1", rpc_port, limit=_CHUNK_BYTES
+        )
     except OSError:
         writer.close()
         return
-    for w in (writer, to_writer):
-        w.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for stream in (writer, rpc_writer):
+        stream.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     async def carry(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         with suppress(OSError):
-            while piece := await source.read(_PIECE_BYTES):
-                target.write(piece)
+            while chunk := await source.read(_CHUNK_BYTES):
+                target.write(chunk)
                 await target.drain()
         with suppress(OSError):
             target.close()
 
-    await asyncio.gather(carry(reader, to_writer), carry(to_reader, writer))
+    await asyncio.gather(carry(reader, rpc_writer), carry(rpc_reader, writer))

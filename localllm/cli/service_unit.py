@@ -18,7 +18,7 @@ import psutil
 
 from localllm import paths
 from localllm.addresses import is_address
-from localllm.cli.serve.running import SAME_START_S, running
+from localllm.cli.serve.running import START_TOLERANCE_S, running_servers
 from localllm.errors import UsageError
 from localllm.formatting import gb
 from localllm.plain_output import PlainOutput
@@ -34,15 +34,15 @@ Manager: TypeAlias = Systemd | Launchd | WindowsTasks
 
 # Locations. With other values than in the terminal, the server would find other models and
 # settings.
-CARRIED = (
+LOCATION_VARIABLES = (
     "LOCALLLM_CONFIG_DIR", "LOCALLLM_DATA_DIR", "LOCALLLM_CACHE_DIR", "LOCALLLM_LOG_DIR", "HF_HOME",
     "HF_HUB_CACHE",
     "OLLAMA_MODELS",
 )  # fmt: skip
 _MANAGERS = {"linux": "systemd", "darwin": "launchd", "win32": "task-scheduler"}
-_LONGEST_START_S = 60.0
+_START_TIMEOUT_S = 60.0
 # Less than the stop timeout of the unit (service/systemd.py: TimeoutStopSec).
-_LONGEST_WRITE_S = 25.0
+_SAVE_TIMEOUT_S = 25.0
 
 
 def listen_streams(settings: Settings) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ def service_of(
     models: Sequence[str], settings: Settings, manager: str, memory_gb: float | None = None
 ) -> Service:
     """Return the service that serves `models` with `settings`, as input for `manager`."""
-    environment = {name: os.environ[name] for name in CARRIED if os.environ.get(name)}
+    environment = {name: os.environ[name] for name in LOCATION_VARIABLES if os.environ.get(name)}
     if memory_gb is not None and manager != "systemd":
         raise UsageError(
             f"--memory-gb: {manager} can't limit memory",
@@ -77,19 +77,19 @@ def service_of(
         )
     if memory_gb is not None and not 0.5 <= memory_gb < 1e6:
         raise UsageError(f"--memory-gb must be at least 0.5, not {memory_gb:g}")
-    socket = []
+    socket_options = []
     if settings["unix_socket"].origin == "flag":
         path = Path(settings.value("unix_socket")).expanduser().absolute()
-        socket = ["--unix", str(path)]
-    named = [_as_absolute_path(model) for model in models]
+        socket_options = ["--unix", str(path)]
+    model_arguments = [_as_absolute_path(model) for model in models]
     program = [sys.executable, "-m", "localllm", "serve"]
     if manager == "task-scheduler":
         program = [_without_window(sys.executable), "-m", "localllm", "service", "run"]
-        program += ["--log", str(_log())]
+        program += ["--log", str(_log_path())]
         for name, value in environment.items():
             program += ["--set", f"{name}={value}"]
     return Service(
-        command=(*program, *socket, *named),
+        command=(*program, *socket_options, *model_arguments),
         settle=(sys.executable, "-m", "localllm", "service", "settle"),
         addresses=listen_streams(settings),
         environment=environment,
@@ -116,17 +116,17 @@ def manager_named(name: str | None) -> Manager:
     ones."""
     name = name or _MANAGERS.get(sys.platform)
     if name not in _MANAGERS.values():
-        known = ", ".join(_MANAGERS.values())
+        known_names = ", ".join(_MANAGERS.values())
         raise UsageError(
-            f"the service manager must be one of {known}, not {name or sys.platform!r}",
+            f"the service manager must be one of {known_names}, not {name or sys.platform!r}",
             hint="choose one with --manager",
         )
     if name == "systemd":
         return Systemd(Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser())
     if name == "launchd":
-        return Launchd(Path.home(), os.getuid() if hasattr(os, "getuid") else 0, _log())
+        return Launchd(Path.home(), os.getuid() if hasattr(os, "getuid") else 0, _log_path())
     user = "\\".join(filter(None, [os.environ.get("USERDOMAIN"), os.environ.get("USERNAME")]))
-    return WindowsTasks(paths.data_dir(), user, _log())
+    return WindowsTasks(paths.data_dir(), user, _log_path())
 
 
 def wait_until_it_listens(started_s: float) -> str:
@@ -135,10 +135,10 @@ def wait_until_it_listens(started_s: float) -> str:
     `started_s`: the time at which the manager was told to start it, in seconds since 1970. Raises
     ServiceError after a minute.
     """
-    until_s = time.monotonic() + _LONGEST_START_S
-    while time.monotonic() < until_s:
-        for server in running():
-            if server.started_s > started_s - SAME_START_S:
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        for server in running_servers():
+            if server.started_s > started_s - START_TOLERANCE_S:
                 return server.address
         time.sleep(0.2)
     raise ServiceError(
@@ -151,10 +151,10 @@ def state_lines(state: State, address: str | None) -> list[str]:
     """Describe the service's state for display. `address`: the server's address, if known."""
     if not state.installed:
         return ["not installed: `localllm service install` starts the server now and at each login"]
-    how = "running" if state.running else "not running"
+    state_text = "running" if state.running else "not running"
     if state.detail:
-        how += f": {state.detail}"
-    lines = [f"state           {how}"]
+        state_text += f": {state.detail}"
+    lines = [f"state           {state_text}"]
     if address:
         lines.append(f"address         {address}")
     if state.since:
@@ -178,18 +178,18 @@ def state_lines(state: State, address: str | None) -> list[str]:
 def show_log(command: Sequence[str]) -> None:
     """Run the command that shows the server's log. Raises ServiceError."""
     try:
-        code = subprocess.run(command, check=False).returncode
+        exit_code = subprocess.run(command, check=False).returncode
     except FileNotFoundError as e:
         raise ServiceError(f"{command[0]} is not installed") from e
-    if code:
+    if exit_code:
         raise ServiceError(
-            f"`{' '.join(command)}` failed ({code})",
+            f"`{' '.join(command)}` failed ({exit_code})",
             hint="only some users may read a journal in memory: `sudo usermod -aG "
             "systemd-journal $USER`, and log in again",
         )
 
 
-def write_to(log: str) -> None:
+def redirect_output(log: str) -> None:
     """Redirect stdout and stderr of this process to the file `log`.
 
     A file of over 10 MB is renamed to `.1` first.
@@ -200,35 +200,35 @@ def write_to(log: str) -> None:
         path.replace(path.with_name(path.name + ".1"))
     stream = path.open("a", buffering=1, encoding="utf-8", errors="replace")
     # Children inherit the file descriptors, if the process has any (pythonw.exe lacks them).
-    for number in (1, 2):
-        os.dup2(stream.fileno(), number)
+    for descriptor in (1, 2):
+        os.dup2(stream.fileno(), descriptor)
     sys.stdout = sys.stderr = cast("TextIO", PlainOutput(stream))
 
 
-def wait_for_workers(longest_s: float = _LONGEST_WRITE_S) -> int:
+def wait_for_workers(longest_s: float = _SAVE_TIMEOUT_S) -> int:
     """Wait until all workers of this run of the unit have ended. After `longest_s`, kill the rest.
 
     Returns the number of killed workers. Their environment has the same systemd invocation ID as
     this process.
     """
-    run = os.environ.get("INVOCATION_ID")
-    if not run:
+    invocation = os.environ.get("INVOCATION_ID")
+    if not invocation:
         return 0
-    ours = []
+    workers = []
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and process.environ().get("INVOCATION_ID") == run:
-                ours.append(process)
+            if process.pid != os.getpid() and process.environ().get("INVOCATION_ID") == invocation:
+                workers.append(process)
         except psutil.Error:
             continue
-    _, left = psutil.wait_procs(ours, timeout=longest_s)
-    for process in left:
+    _, n_left = psutil.wait_procs(workers, timeout=longest_s)
+    for process in n_left:
         with suppress(psutil.Error):
             process.kill()
-    return len(left)
+    return len(n_left)
 
 
-def _log() -> Path:
+def _log_path() -> Path:
     return paths.log_dir() / "serve.log"
 
 

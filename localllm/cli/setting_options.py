@@ -22,7 +22,7 @@ def with_flags(names: Collection[str] | None = None) -> tuple[str, ...]:
     return tuple(row.name for row in rows if row.flag)
 
 
-def takes(*names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+def with_setting_options(*names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Decorator that gives a command the options of these settings.
 
     The command has a keyword-only parameter `settings: Settings`. typer sees the options instead. A

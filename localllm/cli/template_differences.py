@@ -42,22 +42,22 @@ _CONVERSATION: list[dict[str, Any]] = [
 
 def tool_differences(model: LocalModel, reference: LocalModel) -> list[str]:
     """Return the lines that differ between the prompts of `reference` (-) and `model` (+)."""
-    theirs = _rendered(reference).splitlines()
-    ours = _rendered(model).splitlines()
-    found = difflib.unified_diff(
-        theirs, ours, reference.path.name, model.path.name, lineterm="", n=1
+    reference_lines = _rendered(reference).splitlines()
+    model_lines = _rendered(model).splitlines()
+    diff_lines = difflib.unified_diff(
+        reference_lines, model_lines, reference.path.name, model.path.name, lineterm="", n=1
     )
-    return list(found)[:_MAX_LINES]
+    return list(diff_lines)[:_MAX_LINES]
 
 
 def _rendered(model: LocalModel) -> str:
     try:
-        return ChatTemplate(_source(model)).render(_CONVERSATION, tools=_TOOLS)
+        return ChatTemplate(_template_of(model)).render(_CONVERSATION, tools=_TOOLS)
     except TemplateError as e:
         return f"the template refuses the conversation: {e.message}"
 
 
-def _source(model: LocalModel) -> str | None:
+def _template_of(model: LocalModel) -> str | None:
     if not model.is_folder:
         return read_header(model.path).text("tokenizer.chat_template") or None
     file = model.path / "chat_template.jinja"

@@ -109,12 +109,12 @@ def test_a_measurement_of_one_model_improves_the_prediction_for_another(
     assert own.short_tok_s > 0
     load = load_plan_named(str(few_layers), Settings({"context": 1024}))
     # An earlier run of the same model is not used as a prediction of it.
-    assert "measured here" not in measure.compare_and_keep(load, figures)["basis"]
+    assert "measured here" not in measure.compare_and_store(load, figures)["basis"]
     measurements.keep(replace(own, model="gemma-3-270m-it", quant="Q8_0", file_bytes=0))
-    assert "measured here: gemma-3-270m-it" in measure.compare_and_keep(load, figures)["basis"]
+    assert "measured here: gemma-3-270m-it" in measure.compare_and_store(load, figures)["basis"]
     # If the disk cannot be written, the figures are still returned.
     monkeypatch.setenv("LOCALLLM_DATA_DIR", str(few_layers / "within a file"))
-    assert measure.compare_and_keep(load, figures)["predicted_memory_bytes"] > 0
+    assert measure.compare_and_store(load, figures)["predicted_memory_bytes"] > 0
     assert "can't be written" in capsys.readouterr().err
 
 

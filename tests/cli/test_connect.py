@@ -38,7 +38,7 @@ from localllm.cli.editors.recipes import (
     recipe_named,
 )
 from localllm.cli.serve import running
-from localllm.cli.serve.api_keys import kept_key, key_path
+from localllm.cli.serve.api_keys import key_path, stored_or_new_key
 from localllm.engine.messages import Failure, Request
 from localllm.errors import LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
 from localllm.server.http.settings import ServerSettings
@@ -314,22 +314,24 @@ def test_the_stored_key_that_the_server_generated_is_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     engine = ScriptedEngine(script=lambda r: ['{"text": "x"}'] if grammar_of(r) else ["Hi there"])
-    secured = replace(ServerSettings(host="0.0.0.0").secured(), api_key=kept_key())
+    secured = replace(ServerSettings(host="0.0.0.0").secured(), api_key=stored_or_new_key())
     with (
-        running_server({"tiny": engine}, api_key=kept_key()) as server,
+        running_server({"tiny": engine}, api_key=stored_or_new_key()) as server,
         running.published(secured, urlsplit(server.url).port or 0),
     ):
         connect("codex", None, server.url, None, False, True)
         said = capsys.readouterr().out
         assert "FAILED" not in said
-        assert f"export LOCALLLM_API_KEY={kept_key()}" in said
+        assert f"export LOCALLLM_API_KEY={stored_or_new_key()}" in said
         with pytest.raises(UsageError, match="rejects the key"):
             connect("codex", None, server.url, "another", False, False)
         elsewhere = server.url.replace("127.0.0.1", "nas.lan")
         assert address_and_key(elsewhere, None) == (f"{elsewhere}/v1", None)
     with running_server({"tiny": engine}) as server:
         connect("codex", None, server.url, None, False, False)
-        assert kept_key() not in capsys.readouterr().out, "a server that asks for none needs none"
+        assert stored_or_new_key() not in capsys.readouterr().out, (
+            "a server that asks for none needs none"
+        )
 
 
 def test_no_key_is_generated_if_none_is_stored() -> None:

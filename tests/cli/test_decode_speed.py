@@ -17,8 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.cli.serve import decode_speed
-from localllm.cli.serve.decode_speed import DecodeSpeedWatch, compare, depth_bin, notice, steps_of
-from localllm.cli.serve.served_models import planned
+from localllm.cli.serve.decode_speed import (
+    DecodeSpeedWatch,
+    compare_and_store,
+    depth_bin,
+    slowdown_text,
+    steps_of,
+)
+from localllm.cli.serve.served_models import planned_model
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm.server.dialects.openai.routes import entry as model_entry
 from localllm.server.models.router import ModelRouter, ServedModel
@@ -30,19 +36,19 @@ USUAL = {"0": 0.010, "128": 0.011}
 
 
 def test_only_a_slowdown_of_at_least_20_percent_causes_a_notice() -> None:
-    assert notice("m", {"0": 0.0115, "128": 0.0125}, USUAL) == ""
-    text = notice("m", {"0": 0.0126, "128": 0.0138}, USUAL)
+    assert slowdown_text("m", {"0": 0.0115, "128": 0.0125}, USUAL) == ""
+    text = slowdown_text("m", {"0": 0.0126, "128": 0.0138}, USUAL)
     assert text == "m is slower than before on this machine: 72.5 tok/s instead of the usual 90.9"
 
 
 def test_no_notice_without_an_earlier_start_at_the_same_depths() -> None:
-    assert notice("m", {"0": 1.0}, {}) == ""
-    assert notice("m", {"4096": 1.0}, USUAL) == ""
+    assert slowdown_text("m", {"0": 1.0}, {}) == ""
+    assert slowdown_text("m", {"4096": 1.0}, USUAL) == ""
 
 
 def test_a_slow_start_becomes_the_usual_speed_only_after_a_second_one() -> None:
     starts = [0.010, 0.020, 0.010, 0.020, 0.021, 0.020]
-    assert [bool(compare("m", "m", {"0": step_s})) for step_s in starts] == [
+    assert [bool(compare_and_store("m", "m", {"0": step_s})) for step_s in starts] == [
         False,
         True,
         False,
@@ -67,8 +73,8 @@ def test_the_faster_half_of_the_steps_at_a_depth_counts() -> None:
 
 def test_usual_speeds_are_stored_and_a_damaged_file_is_ignored() -> None:
     for i in range(100):
-        compare(f"m{i}", "m", {"0": 0.01})
-    compare("m99", "m", {"128": 0.02})
+        compare_and_store(f"m{i}", "m", {"0": 0.01})
+    compare_and_store("m99", "m", {"128": 0.02})
     assert len(decode_speed.load()) == 64
     assert decode_speed.load()["m99"].steps == {"0": 0.01, "128": 0.02}
     for text in (
@@ -88,7 +94,7 @@ async def _start(model: Path, said: list[str], tokens: int = 400) -> bool:
     from localllm.settings import Settings
 
     load = load_plan_named(str(model), Settings({"context": 1024}))
-    ready = planned(load)
+    ready = planned_model(load)
     worker = ModelWorker("m", ready)
     router = ModelRouter([ServedModel("m", worker=worker)])
     watch = DecodeSpeedWatch(router, said.append)

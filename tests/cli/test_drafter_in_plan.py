@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.serve.served_models import planned
+from localllm.cli.serve.served_models import planned_model
 from localllm.device.detect import detect
 from localllm.device.name_lookup import resolve
 from localllm.engine.worker import backends
@@ -43,20 +43,25 @@ def test_the_loaded_settings_equal_the_planned_ones(smollm2: Path) -> None:
         str(smollm2), Settings({"context": 4096, "kv_type": "q8_0", "parallel": 3})
     )
     assert load.plan is not None
-    spec, planned = load.options.spec, load.plan.settings
+    spec, planned_model = load.options.spec, load.plan.settings
     assert (spec.n_ctx, spec.n_seq_max, spec.kv_type_k, spec.kv_type_v) == (4096, 3, "q8_0", "q8_0")
-    assert (planned.n_ctx, planned.slots, planned.kv_type_k, planned.kv_type_v) == (
+    assert (
+        planned_model.n_ctx,
+        planned_model.slots,
+        planned_model.kv_type_k,
+        planned_model.kv_type_v,
+    ) == (
         4096,
         3,
         "q8_0",
         "q8_0",
     )
     assert (spec.n_batch, spec.n_outputs, spec.n_gpu_layers) == (
-        planned.n_batch, planned.n_outputs, planned.placement.gpu_layers,
+        planned_model.n_batch, planned_model.n_outputs, planned_model.placement.gpu_layers,
     )  # fmt: skip
     backend = backends.for_path(str(smollm2)).load(spec)
     try:
-        assert (backend.info.n_batch, backend.info.kv_type_k) == (planned.n_batch, "q8_0")
+        assert (backend.info.n_batch, backend.info.kv_type_k) == (planned_model.n_batch, "q8_0")
     finally:
         backend.close()
 
@@ -127,7 +132,7 @@ def test_an_unsuitable_drafter_is_skipped_if_found_and_refused_if_named(tmp_path
 
     async def said() -> str:
         """Return the notice that the model's users see."""
-        served = planned(load_plan_named(str(path), Settings({"context": 2048})))
+        served = planned_model(load_plan_named(str(path), Settings({"context": 2048})))
         worker = ModelWorker("tiny", served)
         await worker.engine()
         await worker.close()
@@ -182,7 +187,7 @@ def test_heads_in_the_models_own_file_are_found_counted_and_loaded(
     said = " ".join(" ".join(explain(load.plan, card)).split())
     assert "mtp, one stream" in said
     assert load.plan.drafting.basis in said
-    assert planned(load).facts.physics["drafting"]["basis"] == load.plan.drafting.basis
+    assert planned_model(load).facts.physics["drafting"]["basis"] == load.plan.drafting.basis
 
 
 @pytest.mark.mlx

@@ -20,7 +20,7 @@ import pytest
 
 from localllm.cli.chat import engines
 from localllm.cli.serve import running
-from localllm.cli.serve.api_keys import kept_key
+from localllm.cli.serve.api_keys import stored_or_new_key
 from localllm.errors import ModelNotFoundError, ServerUnreachableError, UsageError
 from localllm.server.http.settings import ServerSettings
 from localllm.settings import Settings
@@ -73,10 +73,10 @@ def test_the_file_of_a_running_server_is_private_and_contains_no_key() -> None:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert secured.api_key is not None
         assert secured.api_key not in file.read_text()
-        (told,) = running.running()
+        (told,) = running.running_servers()
         assert (told.base_url, told.key) == ("http://127.0.0.1:4711/v1", "kept")
         file.chmod(0o644)  # others could have read it
-        assert running.running() == []
+        assert running.running_servers() == []
 
 
 def test_the_file_of_a_dead_server_is_removed_even_if_its_pid_was_reused() -> None:
@@ -94,7 +94,7 @@ def test_the_file_of_a_dead_server_is_removed_even_if_its_pid_was_reused() -> No
         torn = running.folder() / "torn.json"
         torn.write_text('{"pid"')
         torn.chmod(0o600)
-        assert [r.pid for r in running.running()] == [os.getpid()]
+        assert [r.pid for r in running.running_servers()] == [os.getpid()]
         assert not left.exists()
         assert not later.exists()
 
@@ -105,30 +105,30 @@ def test_a_local_server_that_does_not_answer_is_skipped() -> None:
 
 
 def test_the_stored_key_is_sent_only_to_our_own_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = kept_key()
+    key = stored_or_new_key()
     with ScriptedServer(models=MODELS, api_key=key) as server:
         with pytest.raises(UsageError, match="requires a key"):
-            engines.at(server.base_url, "idle", None)
+            engines.engine_at(server.base_url, "idle", None)
         secured = replace(ServerSettings(host="0.0.0.0").secured(), api_key=key)
         with running.published(secured, port(server)):
             found = engines.local_server("idle", None)
             assert found is not None
             assert found.api_key == key
-            assert engines.at(server.base_url, "idle", None).api_key == key
+            assert engines.engine_at(server.base_url, "idle", None).api_key == key
         with pytest.raises(UsageError, match="rejects the key"):
-            engines.at(server.base_url, "idle", "wrong")
+            engines.engine_at(server.base_url, "idle", "wrong")
         monkeypatch.setenv("LOCALLLM_API_KEY", key)
-        assert engines.at(server.base_url, "idle", None).api_key == key
+        assert engines.engine_at(server.base_url, "idle", None).api_key == key
 
 
 def test_a_named_address_is_used_or_causes_an_error_with_the_reason() -> None:
     with ScriptedServer(models=MODELS) as server:
         bare = server.base_url.removesuffix("/v1").removeprefix("http://")
-        assert engines.at(bare, None, None).model == "busy"
+        assert engines.engine_at(bare, None, None).model == "busy"
         with pytest.raises(ModelNotFoundError, match="no model 'gpt'"):
-            engines.at(server.base_url, "gpt", None)
+            engines.engine_at(server.base_url, "gpt", None)
     with pytest.raises(ServerUnreachableError, match="no server answers"):
-        engines.at(server.base_url, None, None)
+        engines.engine_at(server.base_url, None, None)
 
 
 def test_a_chat_starts_its_own_engine_for_own_or_for_different_settings(
@@ -141,11 +141,11 @@ def test_a_chat_starts_its_own_engine_for_own_or_for_different_settings(
     ):
         for wanted, where in (
             (
-                engines.Wanted(str(tiny_model)),
+                engines.EngineRequest(str(tiny_model)),
                 server.base_url.removeprefix("http://").removesuffix("/v1"),
             ),
-            (engines.Wanted(str(tiny_model), own=True), ""),
-            (engines.Wanted(str(tiny_model), Settings({"context": 512})), ""),
+            (engines.EngineRequest(str(tiny_model), own=True), ""),
+            (engines.EngineRequest(str(tiny_model), Settings({"context": 512})), ""),
         ):
             with ExitStack() as stack:
                 engine = engines.engine_for(stack, wanted, None, at_once=True)
@@ -154,9 +154,9 @@ def test_a_chat_starts_its_own_engine_for_own_or_for_different_settings(
 
 def test_flags_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(UsageError, match="can't be combined"):
-        engines.Wanted(url="x", own=True)
+        engines.EngineRequest(url="x", own=True)
     with pytest.raises(UsageError, match="already chose how to load"):
-        engines.Wanted(url="x", settings=Settings({"context": 512}))
+        engines.EngineRequest(url="x", settings=Settings({"context": 512}))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no AF_UNIX in Python")
@@ -184,5 +184,5 @@ def test_a_chat_finds_and_uses_a_server_on_a_unix_socket(tiny_model: Path, tmp_p
     finally:
         serve.send_signal(signal.SIGTERM)
         serve.communicate(timeout=30)
-    assert running.running() == []
+    assert running.running_servers() == []
     assert list(running.folder().iterdir()) == []

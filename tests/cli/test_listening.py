@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from localllm import paths
 from localllm.cli.all_commands import app
-from localllm.cli.serve.api_keys import kept_key
+from localllm.cli.serve.api_keys import stored_or_new_key
 from localllm.cli.serve.listening import listening, reachable_address, server_settings
 from localllm.errors import LocalLLMError, PortInUseError, UsageError
 from localllm.server.http import sockets
@@ -141,11 +141,11 @@ def test_a_damaged_key_is_replaced_and_a_readable_key_file_is_made_private(damag
     path = paths.data_dir() / "server-key"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(damaged)
-    key = kept_key()
+    key = stored_or_new_key()
     assert len(key) >= 24
     assert key != damaged
     path.chmod(0o644)
-    assert kept_key() == key
+    assert stored_or_new_key() == key
     assert path.stat().st_mode & 0o077 == 0
 
 
@@ -155,7 +155,7 @@ def test_a_folder_where_no_key_can_be_written_is_an_error(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LOCALLLM_DATA_DIR", str(tmp_path / "file" / "below"))
     with pytest.raises(LocalLLMError, match="key can't be written"):
-        kept_key()
+        stored_or_new_key()
 
 
 def test_the_key_is_shown_with_quiet_too(tiny_model: Path) -> None:
@@ -178,7 +178,7 @@ def test_the_key_is_shown_with_quiet_too(tiny_model: Path) -> None:
     finally:
         process.terminate()
         rest = process.communicate(timeout=30)[1]
-    assert kept_key() in line
+    assert stored_or_new_key() in line
     assert rest == ""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.cli.serve.run import with_lines
+from localllm.cli.serve.run import with_request_log
 from localllm.server.app import create_app
 from localllm.server.http.settings import ServerSettings
 from localllm.server.models.router import ModelRouter
@@ -31,7 +31,7 @@ def told(path: str, status: int | None, method: str = "POST") -> list[str]:
 
     async def main() -> None:
         scope = {"type": "http", "path": path, "method": method, "query_string": b"key=secret"}
-        served = with_lines(app, lines.append, lambda: next(times))
+        served = with_request_log(app, lines.append, lambda: next(times))
         if status is None:
             with pytest.raises(asyncio.CancelledError):
                 await served(scope, send, send)
@@ -78,7 +78,7 @@ def test_the_log_line_of_an_answer_has_its_figures(stream: bool) -> None:
     async def main() -> None:
         router = ModelRouter({"m": engine, "other": ScriptedEngine()})
         app = create_app(router, settings=ServerSettings(port=1))
-        transport = httpx.ASGITransport(with_lines(app, lines.append))
+        transport = httpx.ASGITransport(with_request_log(app, lines.append))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             await http.post("/v1/chat/completions", json=body)
 

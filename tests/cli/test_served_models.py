@@ -19,7 +19,7 @@ import pytest
 from localllm import paths
 from localllm.cli.serve.model_router import router_of
 from localllm.cli.serve.presets import KEYS, load_presets
-from localllm.cli.serve.served_models import planned
+from localllm.cli.serve.served_models import planned_model
 from localllm.engine.messages import Generation, Sampling
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import DoesNotFitError, ModelNotFoundError, UsageError
@@ -347,7 +347,7 @@ def test_a_load_that_runs_out_of_memory_is_retried_once_with_less_memory_and_rep
     load = load_plan_named(str(smollm2), Settings({"context": 4096}))
     # A KV cache that no machine can hold: at least 90 GB in one allocation.
     spec = replace(load.options.spec, n_ctx=1 << 22)
-    model = planned(replace(load, options=replace(load.options, spec=spec)))
+    model = planned_model(replace(load, options=replace(load.options, spec=spec)))
     worker = ModelWorker("m", model)
 
     async def story() -> int:
@@ -361,7 +361,7 @@ def test_a_load_that_runs_out_of_memory_is_retried_once_with_less_memory_and_rep
 
     nothing_less = replace(load, options=replace(load.options, spec=spec), smaller=lambda: None)
     with pytest.raises(DoesNotFitError, match="context of 4194304 tokens"):
-        asyncio.run(planned(nothing_less).host.engine())
+        asyncio.run(planned_model(nothing_less).host.engine())
 
 
 def test_a_retried_load_takes_10_percent_less_memory_and_is_not_retried_again(

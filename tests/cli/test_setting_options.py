@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from localllm import paths, setting_table
-from localllm.cli.setting_options import takes
+from localllm.cli.setting_options import with_setting_options
 from localllm.errors import UsageError
 from localllm.setting_table import Setting
 from localllm.settings import Settings
@@ -36,7 +36,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Command:
     """Return a command that takes all of ROWS, and returns its Settings."""
     monkeypatch.setattr(setting_table, "TABLE", (*setting_table.TABLE, *ROWS))
 
-    @takes(*NAMES)
+    @with_setting_options(*NAMES)
     def paint(
         what: Annotated[str, typer.Argument()] = "wall", *, settings: Settings, twice: bool = False
     ) -> Settings:

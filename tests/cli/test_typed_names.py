@@ -150,8 +150,8 @@ def in_a_request(http: httpx.Client, path: str, body: dict[str, Any], typed: str
 def in_a_chat(typed: str) -> str:
     """Return the model name in the chat's requests to the server on this machine."""
     with ExitStack() as stack:
-        engine = engines.engine_for(stack, engines.Wanted(typed), None, at_once=True)
-        assert isinstance(engine, engines.Attached), typed
+        engine = engines.engine_for(stack, engines.EngineRequest(typed), None, at_once=True)
+        assert isinstance(engine, engines.ServerEngine), typed
         return engine.model
 
 
@@ -178,7 +178,7 @@ def test_a_name_means_the_same_model_in_every_place(disk: dict[Path, str]) -> No
             with pytest.raises(ModelNotFoundError):
                 on_the_command_line(typed, disk)
             with pytest.raises(ModelNotFoundError):
-                engines.at(server.url, typed, None)
+                engines.engine_at(server.url, typed, None)
             for path, body in (("/v1/completions", openai), ("/api/generate", ollama)):
                 assert http.post(path, json={**body, "model": typed}).status_code == 404, typed
 

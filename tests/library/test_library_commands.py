@@ -325,14 +325,18 @@ def test_pulling_a_model_names_the_drafters_that_are_published_for_it() -> None:
     assert pull.companions_of("org/name") == ()
     (folder,) = pull.companions_of("qwen3.8-27b", of_folder=True)
     assert (folder.kind, folder.repo) == ("dflash", "z-lab/Qwen3.8-27B-DFlash2")
-    said = pull.offered("qwen3.8-27b", found, None)
+    said = pull.drafter_text("qwen3.8-27b", found, None)
     assert said.startswith(
         "a drafter for it (mtp, ggml-org/Qwen3.8-27B-GGUF, mtp-Qwen3.8-27B-Q4_0.gguf): its MTP "
         "heads in a separate file"
     )
     trained = Companion("dflash", "org/heads", "d.gguf")
-    assert "`localllm pull qwen3.8-27b --drafter`" in pull.offered("qwen3.8-27b", trained, None)
-    assert "`--draft /kept/d.gguf`" in pull.offered("qwen3.8-27b", trained, Path("/kept/d.gguf"))
+    assert "`localllm pull qwen3.8-27b --drafter`" in pull.drafter_text(
+        "qwen3.8-27b", trained, None
+    )
+    assert "`--draft /kept/d.gguf`" in pull.drafter_text(
+        "qwen3.8-27b", trained, Path("/kept/d.gguf")
+    )
 
 
 def test_the_json_output_of_pull_has_the_drafters_path(

@@ -108,7 +108,7 @@ def test_a_special_file_named_by_a_user_is_an_error_with_a_reason(
     refused = r"can't be read: .*(?:not a file|larger than|directory|denied)|at most"
     history = History(tmp_path / "conversations.db")
     for read in (
-        lambda: warm_file.request_of(str(special)),
+        lambda: warm_file.warming_request(str(special)),
         lambda: check_tls(TlsFiles(special, None)),
         lambda: attachments.read_text(special),
         lambda: import_file(history, special, "m"),

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from localllm.cli.serve.listening import key_notice, server_settings, who_is_answered
+from localllm.cli.serve.listening import access_text, key_notice, server_settings
 from localllm.server.http import peer_user, settings
 from localllm.server.http.settings import ServerSettings
 from localllm.settings import Settings
@@ -149,4 +149,4 @@ def test_a_system_that_reports_no_users_gets_a_kept_key(monkeypatch: pytest.Monk
     ],
 )
 def test_the_start_line_names_the_users_that_are_answered(given: dict[str, str], said: str) -> None:
-    assert said in who_is_answered(server_settings(Settings(given)))
+    assert said in access_text(server_settings(Settings(given)))

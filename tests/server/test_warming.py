@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.cli.serve.warm_file import request_of
+from localllm.cli.serve.warm_file import warming_request
 from localllm.engine.messages import Request
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
@@ -40,7 +40,7 @@ async def serving(host: Any, wanted: str) -> AsyncIterator[tuple[Warming, httpx.
     router = ModelRouter({"m": host})
     app = create_app(router, settings=ServerSettings(allow_users=True))
     await router.preload()
-    warming = Warming(app.state.server, request_of(wanted))
+    warming = Warming(app.state.server, warming_request(wanted))
     app.state.server.warming = warming
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:11535") as http:
@@ -137,7 +137,7 @@ def test_a_file_that_can_not_be_read_is_an_error(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path / "missing", binary):
         with pytest.raises(UsageError, match="can't be read"):
-            request_of(str(path))
+            warming_request(str(path))
 
 
 def test_the_first_question_to_a_real_model_comes_from_the_cache(

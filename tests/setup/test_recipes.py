@@ -109,12 +109,12 @@ def test_a_better_build_is_suggested_with_the_expected_speed() -> None:
         card, name="a processor", bandwidth_gbps=Figure(50, "given"), host=None, match=""
     )
     processor = backend_view.as_used(card, plain, ggml.GgmlBuild())
-    said = engine_builds.sentence(processor, card, engine_builds.yardstick_plan(processor))
+    said = engine_builds.speed_note(processor, card, engine_builds.reference_plan(processor))
     assert "tok/s" in said
     assert "localllm setup" in said
     assert re.search(r"CUDA build .* \d+-\d+ tok/s", said)
     assert engine_builds.note(processor, []) == [], "a simulated machine has no installed build"
-    assert engine_builds.sentence(card, card, engine_builds.yardstick_plan(card)) == ""
+    assert engine_builds.speed_note(card, card, engine_builds.reference_plan(card)) == ""
 
 
 def test_an_installed_build_that_drives_the_gpu_is_kept_unless_a_backend_is_named() -> None:

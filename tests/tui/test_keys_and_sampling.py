@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from localllm import paths
-from localllm.cli.chat.config import take_keys
+from localllm.cli.chat.config import apply_key_bindings
 from localllm.errors import UsageError
 from localllm_tui.control import keys, sampling
 from tui.conftest import Driver
@@ -30,7 +30,7 @@ def test_a_key_from_config_toml_works_and_is_shown_in_the_hints(
     drive: Any, server: ScriptedServer
 ) -> None:
     config('[chat_keys]\n"chat.stop" = "f9"\n"command.models" = "ctrl+g"\n')
-    take_keys()
+    apply_key_bindings()
     gone = UntilGone()
     server.play(gone)
 
@@ -59,7 +59,7 @@ def test_a_key_from_config_toml_works_and_is_shown_in_the_hints(
 def test_an_invalid_key_in_config_is_an_error(text: str, why: str) -> None:
     config(text)
     with pytest.raises(UsageError, match=why):
-        take_keys()
+        apply_key_bindings()
 
 
 def test_every_name_of_a_key_is_unique() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from localllm.cli.chat.engines import at
+from localllm.cli.chat.engines import engine_at
 from localllm.errors import LocalLLMError
 from localllm_tui.control.client import ChatClient, ListedModel
 from localllm_tui.control.physics import panel_lines
@@ -67,7 +67,7 @@ def test_a_malformed_list_of_models_is_read_or_refused_with_a_short_error(
 ) -> None:
     with answering(body()) as url:
         with bounded():
-            at(f"{url}/v1", None, None)
+            engine_at(f"{url}/v1", None, None)
         with bounded():
             for model in asyncio.run(_listed(f"{url}/v1")):
                 for text in (model.name, model.notice, *panel_lines(model.physics, None)):

@@ -18,9 +18,9 @@ from localllm.bench.stream import BenchTarget, free_port
 from localllm.errors import BackendError, UsageError
 from localllm.settings import Settings
 
-_OURS = "localllm"
-_STARTED_S = 300.0
-_STOPPED_S = 30.0
+_OWN_NAME = "localllm"
+_START_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 30.0
 
 
 def compare(
@@ -50,17 +50,17 @@ def compare(
             names.append("restart")
     key = Settings().value("api_key") or ""
     commands: Sequence[str | None] = restarts or [None] * len(urls)
-    others = []
+    targets = []
     for url, command in zip(urls, commands, strict=True):
-        others.append(against.target_of(url, key, command))
+        targets.append(against.target_of(url, key, command))
 
     def report(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     if model is None:
-        return against.run(others, names, rounds, report)
-    with own_server(model, key) as ours:
-        return against.run([ours, *others], names, rounds, report)
+        return against.run(targets, names, rounds, report)
+    with own_server(model, key) as own:
+        return against.run([own, *targets], names, rounds, report)
 
 
 @contextmanager
@@ -69,41 +69,41 @@ def own_server(model: str, key: str) -> Iterator[BenchTarget]:
     port = free_port()
     command = [sys.executable, "-m", "localllm", "serve", model, "--quiet"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    with tempfile.TemporaryDirectory(prefix="localllm-bench-") as cache:
-        environment = {**os.environ, "LOCALLLM_CACHE_DIR": cache}
-        running: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="localllm-bench-") as cache_folder:
+        environment = {**os.environ, "LOCALLLM_CACHE_DIR": cache_folder}
+        processes: list[subprocess.Popen[bytes]] = []
 
         def start() -> None:
-            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment))
-            _wait(target, running[-1])
+            processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment))
+            _wait_until_ready(target, processes[-1])
 
         def restart() -> None:
-            _stop(running.pop())
+            _stop(processes.pop())
             start()
 
-        target = BenchTarget(_OURS, f"http://127.0.0.1:{port}/v1", key=key, restart=restart)
+        target = BenchTarget(_OWN_NAME, f"http://127.0.0.1:{port}/v1", key=key, restart=restart)
         signal.signal(signal.SIGTERM, _exit)
         try:
             start()
             yield target
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            for process in running:
+            for process in processes:
                 _stop(process)
 
 
-def _exit(number: int, _frame: object) -> None:
+def _exit(signal_number: int, _frame: object) -> None:
     """Exit through the `finally` blocks, so that the server is stopped too."""
-    sys.exit(128 + number)
+    sys.exit(128 + signal_number)
 
 
-def _wait(target: BenchTarget, process: subprocess.Popen[bytes]) -> None:
+def _wait_until_ready(target: BenchTarget, process: subprocess.Popen[bytes]) -> None:
     """Wait until the server answers.
 
     Raises BackendError if its process ends first; its error is then on stderr.
     """
-    end_s = time.monotonic() + _STARTED_S
-    while time.monotonic() < end_s:
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
         if process.poll() is not None:
             raise BackendError(
                 f"localllm serve ended with exit code {process.returncode}",
@@ -114,7 +114,7 @@ def _wait(target: BenchTarget, process: subprocess.Popen[bytes]) -> None:
             return
         except BackendError:
             time.sleep(0.05)
-    raise BackendError(f"localllm serve was not ready within {_STARTED_S:.0f} s")
+    raise BackendError(f"localllm serve was not ready within {_START_TIMEOUT_S:.0f} s")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -122,7 +122,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     long."""
     process.terminate()
     try:
-        process.wait(_STOPPED_S)
+        process.wait(_STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

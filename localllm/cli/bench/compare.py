@@ -12,7 +12,7 @@ from localllm import json_store
 from localllm.errors import UsageError
 
 # The measured figures and their labels.
-_FIGURES = {
+_LABELS = {
     "decode_tok_s": "decode, tok/s",
     "short_tok_s": "decode after a short prompt, tok/s",
     "prefill_tok_s": "prefill, tok/s",
@@ -29,12 +29,12 @@ def read(file: Path) -> dict[str, float]:
         raise UsageError(f"{file} can't be read: {e.strerror or e}", hint=hint) from e
     except ValueError as e:
         raise UsageError(f"{file} is not what bench --json prints: {e}", hint=hint) from e
-    found = {}
+    figures = {}
     if isinstance(body, dict):
-        found = {name: body[name] for name in _FIGURES if _is_figure(body.get(name))}
-    if not found:
+        figures = {name: body[name] for name in _LABELS if _is_figure(body.get(name))}
+    if not figures:
         raise UsageError(f"{file} has no figures of bench", hint=hint)
-    return found
+    return figures
 
 
 def _is_figure(value: Any) -> bool:
@@ -42,20 +42,20 @@ def _is_figure(value: Any) -> bool:
     return is_number and math.isfinite(value) and value > 0
 
 
-def compared(then: Mapping[str, float], now: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return each figure of both runs: `then`, `now`, and `ratio` (now ÷ then)."""
+def compared(earlier: Mapping[str, float], now: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return each figure of both runs: "then" (earlier), "now", and "ratio" (now ÷ then)."""
     return {
         name: {"then": value, "now": now[name], "ratio": now[name] / value}
-        for name, value in then.items()
+        for name, value in earlier.items()
         if name in now
     }
 
 
 def lines(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Format what `compared` returns."""
-    out = [f"{'compared with the earlier run':36}{'then':>14}{'now':>14}{'now ÷ then':>12}"]
+    text_lines = [f"{'compared with the earlier run':36}{'then':>14}{'now':>14}{'now ÷ then':>12}"]
     for name, row in figures.items():
-        out.append(
-            f"{_FIGURES[name]:36}{row['then']:>14,.1f}{row['now']:>14,.1f}{row['ratio']:>11.2f}×"
+        text_lines.append(
+            f"{_LABELS[name]:36}{row['then']:>14,.1f}{row['now']:>14,.1f}{row['ratio']:>11.2f}×"
         )
-    return out
+    return text_lines

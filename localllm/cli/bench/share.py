@@ -15,17 +15,17 @@ from localllm.load.load_plan import LoadPlan
 from localllm.planner.types import Plan
 from localllm_backends import registry
 
-WHERE = (
+HOW_TO_SHARE = (
     "this row is not sent anywhere: to share it, put it into a new issue of the project, form "
     "'A measured speed'"
 )
-_FIGURES = (
+_FIGURE_NAMES = (
     "decode_tok_s", "depth", "short_tok_s", "short_depth", "prefill_tok_s", "prompt_tokens",
     "memory_bytes", "rounds",
 )  # fmt: skip
 
 
-def check(load: LoadPlan) -> Plan:
+def check_shareable(load: LoadPlan) -> Plan:
     """The plan of the model, before anything is measured. Raises UsageError if the planner does not
     know the model, or if the run is slowed down."""
     if load.plan is None:
@@ -43,12 +43,12 @@ def check(load: LoadPlan) -> Plan:
 
 def row(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
     """The row of a run: device, model, file, engine, settings and figures. Raises UsageError as
-    `check` does."""
-    plan = check(load)
+    `check_shareable` does."""
+    plan = check_shareable(load)
     device = detect(measure=True)
     variant = plan.variant
-    ran = plan.settings
-    found: dict[str, Any] = {
+    settings = plan.settings
+    fields: dict[str, Any] = {
         "device": device.name,
         "match": device.match,
         "accelerator": device.accelerator,
@@ -58,28 +58,28 @@ def row(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
         "file_bytes": variant.file_bytes,
         "file_sha256": published_digest(load.local, load.local.path) or None,
     }
-    found |= {
+    fields |= {
         "backend": plan.backend,
         "engine": engine_title(registry.declared(plan.backend)),
         "localllm": __version__,
-        "n_ctx": ran.n_ctx,
-        "n_batch": ran.n_batch,
-        "slots": ran.slots,
-        "kv_type": ran.kv_type,
-        "gpu_layers": ran.placement.gpu_layers,
-        "experts_on_host": ran.placement.experts_on_host,
+        "n_ctx": settings.n_ctx,
+        "n_batch": settings.n_batch,
+        "slots": settings.slots,
+        "kv_type": settings.kv_type,
+        "gpu_layers": settings.placement.gpu_layers,
+        "experts_on_host": settings.placement.experts_on_host,
     }
-    found["how"] = "localllm bench: the median of three rounds, or the second fastest of more"
-    found.update({name: _rounded(figures[name]) for name in _FIGURES})
-    return found
+    fields["how"] = "localllm bench: the median of three rounds, or the second fastest of more"
+    fields.update({name: _four_digits(figures[name]) for name in _FIGURE_NAMES})
+    return fields
 
 
-def line(found: dict[str, Any]) -> str:
+def line(fields: dict[str, Any]) -> str:
     """The row as one line of JSON."""
-    return json.dumps(found, ensure_ascii=False)
+    return json.dumps(fields, ensure_ascii=False)
 
 
-def _rounded(value: float) -> float:
+def _four_digits(value: float) -> float:
     if isinstance(value, int):
         return value
     return float(f"{value:.4g}")

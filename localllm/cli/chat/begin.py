@@ -28,7 +28,7 @@ class ChatInvocation:
     """The parsed command line. `attached` contains (name, text) pairs. `other` is the second model
     of a comparison, or ""."""
 
-    wanted: engines.Wanted
+    engine_request: engines.EngineRequest
     attached: list[tuple[str, str]]
     continues: bool
     system: str | None
@@ -45,9 +45,9 @@ def other_name(invocation: ChatInvocation) -> str:
         return ""
     with ExitStack() as stack:
         names = []
-        for model in (invocation.wanted.model, invocation.other):
-            wanted = replace(invocation.wanted, model=model)
-            names.append(engines.engine_for(stack, wanted, None, at_once=True).model)
+        for model in (invocation.engine_request.model, invocation.other):
+            request = replace(invocation.engine_request, model=model)
+            names.append(engines.engine_for(stack, request, None, at_once=True).model)
     if names[0] == names[1]:
         raise UsageError(f"-m names {names[0]} twice", hint="name two different models")
     return names[1]
@@ -61,9 +61,11 @@ def answer(stack: ExitStack, invocation: ChatInvocation, question: str) -> None:
     if not other_name(invocation):
         answer_once(stack, invocation, question)
         return
-    for model in (invocation.wanted.model, invocation.other):
+    for model in (invocation.engine_request.model, invocation.other):
         print(f"{model}:", flush=True)
-        single = replace(invocation, wanted=replace(invocation.wanted, model=model), other="")
+        single = replace(
+            invocation, engine_request=replace(invocation.engine_request, model=model), other=""
+        )
         with ExitStack() as engine_of_one:
             answer_once(engine_of_one, single, question)
 
@@ -74,7 +76,7 @@ def answer_once(stack: ExitStack, invocation: ChatInvocation, question: str) -> 
     from localllm_tui.line_chat import ask_once
 
     if not invocation.continues:
-        client, engine = _opened(stack, invocation, None)
+        client, engine = _open_engine(stack, invocation, None)
         messages = []
         if invocation.system:
             messages.append({"role": "system", "content": invocation.system})
@@ -82,12 +84,12 @@ def answer_once(stack: ExitStack, invocation: ChatInvocation, question: str) -> 
         ask_once(client, engine.model, messages, AnswerStream())
         return
     history = stack.enter_context(History())
-    last = _last(history)
+    last = _last_conversation(history)
     if last is None:
         raise NotFoundError(
             "there is no earlier conversation to continue", hint="ask without --continue"
         )
-    client, engine = _opened(stack, invocation, last)
+    client, engine = _open_engine(stack, invocation, last)
     session = Session(history, engine.model, conv_id=last.id, system=invocation.system)
     session.ask(question, invocation.attached)
     answer = PendingAnswer(session)
@@ -111,11 +113,11 @@ def start_conversation(
     last = None
     notice = ""
     if invocation.continues:
-        last = _last(history)
+        last = _last_conversation(history)
         if last is None:
             notice = "There is no earlier conversation to continue, so this is a new one."
-    client, engine = _opened(stack, invocation, last, at_once=background is not None)
-    opening = ChatOptions(
+    client, engine = _open_engine(stack, invocation, last, at_once=background is not None)
+    options = ChatOptions(
         client,
         history,
         engine.model,
@@ -123,28 +125,28 @@ def start_conversation(
         invocation.system,
         tuple(invocation.attached),
         notice,
-        own=partial(engines.own_engine, stack, invocation.wanted) if engine.where else None,
+        own=partial(engines.own_engine, stack, invocation.engine_request) if engine.where else None,
         other_model=other,
     )
     if background is not None:
-        session = _on_screen(stack, opening, engine, background)
+        session = _run_full_screen(stack, options, engine, background)
     elif inline:
         from localllm_tui.inline.chat import run_inline_chat
 
-        session = run_inline_chat(opening)
+        session = run_inline_chat(options)
     else:
         from localllm_tui.line_chat import run_line_chat
 
-        session = run_line_chat(opening)
+        session = run_line_chat(options)
     if session.id is not None:
         print(f"{one_line(session.title)}: localllm chat --continue resumes it")
 
 
-def _last(history: History) -> ConversationSummary | None:
+def _last_conversation(history: History) -> ConversationSummary | None:
     return next(iter(history.list(limit=1)), None)
 
 
-def _opened(
+def _open_engine(
     stack: ExitStack,
     invocation: ChatInvocation,
     last: ConversationSummary | None,
@@ -154,42 +156,42 @@ def _opened(
     """Return the client and the engine that answers. With `at_once`, a screen shows the loading
     progress."""
     sampling = dict(invocation.sampling)
-    if invocation.wanted.settings.value("compaction") == "auto":
+    if invocation.engine_request.settings.value("compaction") == "auto":
         sampling["truncation"] = "auto"
     if not at_once:
         gc.enable()  # the screen enables it after it is drawn
     model = None if last is None else last.model
-    engine = engines.engine_for(stack, invocation.wanted, model, at_once=at_once)
+    engine = engines.engine_for(stack, invocation.engine_request, model, at_once=at_once)
     return ChatClient(engine.base_url, engine.api_key, sampling, engine=engine), engine
 
 
-def _on_screen(
-    stack: ExitStack, opening: ChatOptions, engine: ChatEngine, background: TerminalQuestion
+def _run_full_screen(
+    stack: ExitStack, options: ChatOptions, engine: ChatEngine, background: TerminalQuestion
 ) -> Session:
     """Run the full screen. Its engines, plans and tools end with `stack`."""
-    from localllm.cli.chat.config import take_keys, tool_hosts
+    from localllm.cli.chat.config import apply_key_bindings, tool_hosts
     from localllm.cli.chat.planning import PlanningProcess
 
-    take_keys()
+    apply_key_bindings()
     settings = Settings()
-    desk = PlanningProcess(offline=bool(settings.value("offline")))
-    stack.callback(desk.close)
+    planning = PlanningProcess(offline=bool(settings.value("offline")))
+    stack.callback(planning.close)
     if not engine.where:
         # The screen's imports use one processor core. The engine, which is loaded after them,
         # would slow down the first plan.
-        desk.start(PlanRequest())
+        planning.start(PlanRequest())
     from localllm_tui.app import ChatApp
 
-    first_run = not engine.where and engines.only_the_starter(opening.model)
-    opening = replace(
-        opening,
-        model_service=desk,
+    first_run = not engine.where and engines.only_the_starter(options.model)
+    options = replace(
+        options,
+        model_service=planning,
         first_run=first_run,
         tools=tool_hosts(),
         thinking=settings.value("chat_thinking"),
     )
     terminal_answer, typed = background.answer()
-    app = ChatApp(opening, light=is_light(terminal_answer), typed=typed)
+    app = ChatApp(options, light=is_light(terminal_answer), typed=typed)
     gc.freeze()  # what is imported stays, so the collections between keys skip it
     app.run(mouse=settings.value("chat_mouse"))
     if app.return_code:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from localllm_tui.mcp_host import McpHost
 
 
-def take_keys() -> None:
+def apply_key_bindings() -> None:
     """Apply the key bindings of config.toml. Raises UsageError."""
     from localllm_tui.control import keys
     from localllm_tui.control.commands import ALL_KEYS

@@ -12,7 +12,7 @@ from urllib.parse import quote, urlsplit
 
 from localllm import foreign_json
 from localllm.cli.serve.api_keys import existing_key
-from localllm.cli.serve.running import Running, running
+from localllm.cli.serve.running import RunningServer, running_servers
 from localllm.errors import LocalLLMError, ModelNotFoundError, ServerUnreachableError, UsageError
 from localllm.foreign_json import MalformedError
 from localllm.model_names import NameTable, Rule, find
@@ -26,7 +26,7 @@ _REMOTE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EngineRequest:
     """The engine that the command line requests. `own`: the chat starts its own engine."""
 
     model: str | None = None
@@ -49,11 +49,11 @@ class Wanted:
     def loading_flags(self) -> list[str]:
         """The given flags that decide how a model is loaded. They can't apply to a running
         server."""
-        return [row.flag for row in self.settings.flags_among(LOADING)]
+        return [option.flag for option in self.settings.flags_among(LOADING)]
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
+class ServerEngine:
     """A running server and the name of a model there. Implements the chat's ChatEngine.
 
     `unix_socket`: the path it listens on, or "" for a port. `ours`: it is the user's own
@@ -79,50 +79,56 @@ class Attached:
         return EngineProgress()
 
 
-def engine_for(stack: ExitStack, wanted: Wanted, last: str | None, *, at_once: bool) -> ChatEngine:
+def engine_for(
+    stack: ExitStack, request: EngineRequest, last_model: str | None, *, at_once: bool
+) -> ChatEngine:
     """Return the engine that answers while `stack` is open. Raises LocalLLMError for known
     problems.
 
-    `last` is the model of the continued conversation. If the chat needs its own engine, it is
+    `last_model` is the model of the continued conversation. If the chat needs its own engine, it is
     loaded here. With `at_once` it is not: the screen that shows its progress then has to start it.
     """
-    model = wanted.model or last
-    if wanted.url is not None:
+    model = request.model or last_model
+    if request.url is not None:
         try:
-            return at(wanted.url, model, wanted.api_key)
+            return engine_at(request.url, model, request.api_key)
         except ModelNotFoundError:
-            if wanted.model is not None or last is None:
+            if request.model is not None or last_model is None:
                 raise
-            return at(wanted.url, None, wanted.api_key)
-    if not wanted.own and not wanted.loading_flags:
-        attached = local_server(
-            model or wanted.settings.value("model"), wanted.api_key, lambda: _installed(model)
+            return engine_at(request.url, None, request.api_key)
+    if not request.own and not request.loading_flags:
+        engine = local_server(
+            model or request.settings.value("model"), request.api_key, lambda: _installed(model)
         )
-        if attached is not None:
-            return attached
-    return _own_engine(
-        stack, replace(wanted, model=model), at_hand=wanted.model is None, at_once=at_once
+        if engine is not None:
+            return engine
+    return _make_own_engine(
+        stack, replace(request, model=model), may_replace=request.model is None, at_once=at_once
     )
 
 
-def own_engine(stack: ExitStack, wanted: Wanted, model: str) -> ChatEngine:
+def own_engine(stack: ExitStack, request: EngineRequest, model: str) -> ChatEngine:
     """Make the chat's own engine for `model`, or for the best installed model if `model` is not
     installed. It is not started, and ends with `stack`."""
-    return _own_engine(stack, replace(wanted, model=model, url=None), at_hand=True, at_once=True)
+    return _make_own_engine(
+        stack, replace(request, model=model, url=None), may_replace=True, at_once=True
+    )
 
 
-def _own_engine(stack: ExitStack, wanted: Wanted, *, at_hand: bool, at_once: bool) -> ChatEngine:
-    """Make the chat's own engine. With `at_hand`, the best installed model replaces a missing
+def _make_own_engine(
+    stack: ExitStack, request: EngineRequest, *, may_replace: bool, at_once: bool
+) -> ChatEngine:
+    """Make the chat's own engine. With `may_replace`, the best installed model replaces a missing
     one."""
     from localllm.cli.chat.own_server import OwnEngine, loaded
 
     try:
-        engine = OwnEngine(wanted.model, wanted.settings)
+        engine = OwnEngine(request.model, request.settings)
     except ModelNotFoundError:
         # It was deleted after the conversation, or was a path.
-        if wanted.model is None or not at_hand:
+        if request.model is None or not may_replace:
             raise
-        engine = OwnEngine(None, wanted.settings)
+        engine = OwnEngine(None, request.settings)
     if at_once:
         stack.callback(engine.stop)
         return engine
@@ -148,20 +154,20 @@ def only_the_starter(model: str) -> bool:
     return model == starter.NAME and all(local.origin == "starter" for local in store.scan())
 
 
-def at(url: str, model: str | None, api_key: str | None) -> Attached:
+def engine_at(url: str, model: str | None, api_key: str | None) -> ServerEngine:
     """Return the server at `url`. Raises ServerUnreachableError, UsageError or
     ModelNotFoundError."""
     base_url, key = address_and_key(url, api_key)
-    listed = listed_models(base_url, key)
-    names = [str(entry["id"]) for entry in listed if _makes_text(entry)]
+    entries = listed_models(base_url, key)
+    names = [str(entry["id"]) for entry in entries if _generates_text(entry)]
     if model:
-        found = _named(_ModelServer(base_url, key), listed, model)
+        model_id = _model_called(_ModelServer(base_url, key), entries, model)
     else:
-        found = _in_memory(listed) or next(iter(names), None)
-    if found is None:
+        model_id = _first_in_memory(entries) or next(iter(names), None)
+    if model_id is None:
         message = f"{base_url} has no model {repr(model) if model else 'that generates text'}"
         raise ModelNotFoundError(message, hint=f"it has {', '.join(names[:20])}" if names else None)
-    return Attached(base_url, found, key)
+    return ServerEngine(base_url, model_id, key)
 
 
 def address_and_key(url: str, api_key: str | None) -> tuple[str, str | None]:
@@ -177,50 +183,52 @@ def address_and_key(url: str, api_key: str | None) -> tuple[str, str | None]:
         url = f"http://{url}"
     base_url = url.rstrip("/").removesuffix("/v1") + "/v1"
     key = api_key or os.environ.get("LOCALLLM_API_KEY")
-    base = urlsplit(base_url)
-    if key or not is_loopback(base.hostname or ""):
+    parts = urlsplit(base_url)
+    if key or not is_loopback(parts.hostname or ""):
         return base_url, key
-    same_port = [server for server in running() if urlsplit(server.base_url).port == base.port]
-    return base_url, _key_of(same_port[0], None) if same_port else None
+    own_servers = [
+        server for server in running_servers() if urlsplit(server.base_url).port == parts.port
+    ]
+    return base_url, _key_for(own_servers[0], None) if own_servers else None
 
 
 def own_address() -> str:
     """Return the address of this user's running server: the one on the configured port, or the
     newest one. Without a server it is the address on the configured port."""
     address = f"127.0.0.1:{Settings().value('port')}"
-    found = [server.base_url for server in running() if not server.unix_socket]
+    addresses = [server.base_url for server in running_servers() if not server.unix_socket]
     port = urlsplit(f"//{address}").port
-    return next((url for url in found if urlsplit(url).port == port), [*found, address][0])
+    return next((url for url in addresses if urlsplit(url).port == port), [*addresses, address][0])
 
 
 def local_server(
-    model: str | None, api_key: str | None, installed: Callable[[], str | None] = lambda: None
-) -> Attached | None:
+    model: str | None, api_key: str | None, installed_name: Callable[[], str | None] = lambda: None
+) -> ServerEngine | None:
     """Return a server of this user on this machine that has `model` or can load it, or None.
 
-    If `model` is None, a server that has any model in memory is returned. `installed` returns the
-    name of `model` on this disk.
+    If `model` is None, a server that has any model in memory is returned. `installed_name` returns
+    the name of `model` on this disk.
     """
 
-    for server in running():
+    for server in running_servers():
         try:
-            key = _key_of(server, api_key)
-            listed = listed_models(server.base_url, key, server.unix_socket, _LOCAL_TIMEOUT_S)
+            key = _key_for(server, api_key)
+            entries = listed_models(server.base_url, key, server.unix_socket, _LOCAL_TIMEOUT_S)
         except (ServerUnreachableError, UsageError):
             continue
         if model is None:
-            found = _in_memory(listed)
+            model_id = _first_in_memory(entries)
         else:
-            base = _ModelServer(server.base_url, key, server.unix_socket, _LOCAL_TIMEOUT_S)
-            found = _named(base, listed, model)
-        if found is None and model is not None and (name := installed()):
-            found = _named(base, listed, name)
-        if found is not None:
-            return Attached(server.base_url, found, key, server.unix_socket, ours=True)
+            client = _ModelServer(server.base_url, key, server.unix_socket, _LOCAL_TIMEOUT_S)
+            model_id = _model_called(client, entries, model)
+        if model_id is None and model is not None and (name := installed_name()):
+            model_id = _model_called(client, entries, name)
+        if model_id is not None:
+            return ServerEngine(server.base_url, model_id, key, server.unix_socket, ours=True)
     return None
 
 
-def _key_of(server: Running, api_key: str | None) -> str | None:
+def _key_for(server: RunningServer, api_key: str | None) -> str | None:
     if server.key == "none":
         return None
     if server.key == "kept":
@@ -271,12 +279,12 @@ class _ModelServer:
         listed."""
         try:
             status, body = self.get(f"models/{quote(name, safe='')}")
-            found = ""
+            model_id = ""
             if status == 200:
-                found = foreign_json.parse(body).get("id").text()
+                model_id = foreign_json.parse(body).get("id").text()
         except (ServerUnreachableError, MalformedError):
             return []
-        return [found] if found else []
+        return [model_id] if model_id else []
 
 
 def listed_models(
@@ -305,45 +313,57 @@ def listed_models(
     return [entry for entry in entries if entry["id"]]
 
 
-def _entry(part: foreign_json.JsonPart) -> dict[str, Any]:
+def _entry(item: foreign_json.JsonPart) -> dict[str, Any]:
     """The fields of a listed model that are used, each of its type. `id` is "" if it is missing.
 
     Raises MalformedError if it is no object.
     """
-    entry: dict[str, Any] = {}
-    name = part.get("id").cleaned()
-    entry["id"] = name if isinstance(name, str) else ""
-    for member in ("aliases", "capabilities"):
-        values = part.get(member).cleaned()
-        entry[member] = []
+    fields: dict[str, Any] = {}
+    name = item.get("id").cleaned()
+    fields["id"] = name if isinstance(name, str) else ""
+    for list_name in ("aliases", "capabilities"):
+        values = item.get(list_name).cleaned()
+        fields[list_name] = []
         if isinstance(values, list):
-            entry[member] = [value for value in values if isinstance(value, str)]
-    entry["status"] = part.get("status").members()
-    entry["context_length"] = part.get("context_length").count() or 0
-    physics = foreign_json.JsonPart(part.get("physics").members())
-    entry["physics"] = {"max_context": physics.get("max_context").count() or 0}
-    return entry
+            fields[list_name] = [value for value in values if isinstance(value, str)]
+    fields["status"] = item.get("status").members()
+    fields["context_length"] = item.get("context_length").count() or 0
+    physics = foreign_json.JsonPart(item.get("physics").members())
+    fields["physics"] = {"max_context": physics.get("max_context").count() or 0}
+    return fields
 
 
-def _named(server: _ModelServer, listed: Sequence[Mapping[str, Any]], name: str) -> str | None:
+def _model_called(
+    server: _ModelServer, entries: Sequence[Mapping[str, Any]], name: str
+) -> str | None:
     """Return the id of the server's model called `name`: from its list, or resolved by the
     server."""
-    table: NameTable[str] = NameTable()
-    for entry in listed:
-        table.add(str(entry["id"]), str(entry["id"]))
-    for entry in listed:
+    names: NameTable[str] = NameTable()
+    for entry in entries:
+        names.add(str(entry["id"]), str(entry["id"]))
+    for entry in entries:
         for alias in entry["aliases"]:
-            table.add(str(alias), str(entry["id"]))
-    return find(name, {Rule.SERVED: table.named, Rule.INSTALLED: server.named}).first
+            names.add(str(alias), str(entry["id"]))
+    return find(name, {Rule.SERVED: names.named, Rule.INSTALLED: server.named}).first
 
 
-def _in_memory(listed: Sequence[Mapping[str, Any]]) -> str | None:
+def _first_in_memory(entries: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the first text model that is loaded, or else one that is being loaded."""
-    states = {str(e["id"]): e["status"].get("value") for e in listed if _makes_text(e)}
+    states = {
+        str(entry["id"]): entry["status"].get("value")
+        for entry in entries
+        if _generates_text(entry)
+    }
     return next(
-        (name for state in ("loaded", "loading") for name, s in states.items() if s == state), None
+        (
+            name
+            for state in ("loaded", "loading")
+            for name, status in states.items()
+            if status == state
+        ),
+        None,
     )
 
 
-def _makes_text(entry: Mapping[str, Any]) -> bool:
+def _generates_text(entry: Mapping[str, Any]) -> bool:
     return not {"embedding", "rerank"} & set(entry["capabilities"])

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from localllm.planner.types import Plan, Workload
     from localllm_catalog.catalog import Catalog
 
-_LEFT_OUT = {
+_REJECTION_TEXTS = {
     "memory": "too large", "speed": "too slow", "context": "of a shorter context",
     "purpose": "for other purposes", "engine": "for a newer llama.cpp",
     "ranking": "no better than listed ones",
 }  # fmt: skip
-_DOING = {
+_STATE_TEXTS = {
     "listing": "reading the hub's listing of", "checking": "checking", "downloading": "pulling",
     "waiting": "waiting for the hub:",
     "verifying": "verifying", "done": "done",
@@ -68,14 +68,14 @@ class LocalModelService:
         need = need_of(workload)
         installed = [] if request.machine else store.scan()
         limit_s = request.longest_wait_s or float("inf")
-        reader = _prefilling(request)
+        prefilling = _prefilling(request)
 
         def choice_of(plan: Plan) -> PlanChoice:
             installed_names = candidates.installed_names([plan], catalog, installed)
             name = installed_names.get((plan.model.id, plan.variant.quant), "")
             note = ""
-            if reader is not None:
-                note = reader.in_a_line(plan, device, workload)
+            if prefilling is not None:
+                note = prefilling.one_line(plan, device, workload)
             return PlanChoice(plan_to_json(plan), scoring.answer_s(plan, need), name, note)
 
         def report(plan: Plan) -> None:
@@ -87,14 +87,14 @@ class LocalModelService:
             device, catalog.models, workload, overrides=overrides, limit=0, on_plan=report
         )
         choices = [choice_of(plan) for plan in answer.plans]
-        others = Counter(_LEFT_OUT[r.kind] for r in answer.rejected)
-        machine = _described(device)
-        if reader is not None:
-            machine += f"; {reader.words}"
+        n_rejected = Counter(_REJECTION_TEXTS[rejected.kind] for rejected in answer.rejected)
+        machine = _device_text(device)
+        if prefilling is not None:
+            machine += f"; {prefilling.words}"
         return PlanList(
             machine,
             tuple(c for c in choices if c.wait_s <= limit_s),
-            dict(others.most_common(2)),
+            dict(n_rejected.most_common(2)),
             tuple(c for c in choices if c.wait_s > limit_s),
             tuple(device.accounts),
             guessed=device.bandwidth_gbps.basis == "assumed",
@@ -108,10 +108,10 @@ class LocalModelService:
         """
         from localllm.planner import recommend as planner
 
-        device, overrides = self._device_now(*_machine_and_memory(request))
+        device, overrides = self._device_now(*_decoding_machine(request))
         _prefilling(request)
-        one = self.catalog.models[:1]
-        planner.recommend(device, one, _workload(request), overrides=overrides, limit=0)
+        first_model = self.catalog.models[:1]
+        planner.recommend(device, first_model, _workload(request), overrides=overrides, limit=0)
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         from localllm.library.describe import describe
@@ -125,39 +125,47 @@ class LocalModelService:
         plans = candidates.of_quant(variants, quant)
         if plans:
             lines = [*explain(plans[0], device, columns=columns)]
-            reader = _prefilling(request)
-            if reader is not None:
-                lines = [*reader.lines(plans[0], device, workload, explains=True), "", *lines]
+            prefilling = _prefilling(request)
+            if prefilling is not None:
+                lines = [*prefilling.lines(plans[0], device, workload, explains=True), "", *lines]
             return lines
-        return [reason for found, reason in overrides.too_new if found == model.id]
+        return [reason for model_id, reason in overrides.too_new if model_id == model.id]
 
     def on_disk(self) -> Sequence[InstalledModel]:
-        return [_on_disk(local) for local in store.everything()]
+        return [_installed_model(local) for local in store.everything()]
 
     def fit(self, model: InstalledModel) -> str:
         from localllm.load.load_plan import make_load_plan
 
         try:
-            plan = make_load_plan(self._local(model), Settings(), "chat").plan
+            plan = make_load_plan(self._local_model(model), Settings(), "chat").plan
         except LocalLLMError as e:
             return e.message
         if plan is None:
             return "its header lacks data for a plan, so the engine chooses the placement"
-        need = plan.memory
-        memory = f"{need.total_bytes / 1e9:.1f} of {need.limit_bytes / 1e9:.1f} GB"
+        account = plan.memory
+        memory = f"{account.total_bytes / 1e9:.1f} of {account.limit_bytes / 1e9:.1f} GB"
         context = f"{plan.settings.n_ctx:,} tokens of {plan.settings.kv_type} context"
         speed = f"{plan.decode_tok_s.low:.0f} to {plan.decode_tok_s.high:.0f} tokens/s"
         return f"needs {memory} with {context}; {speed}"
 
     def remove(self, model: InstalledModel) -> int:
-        return store.rm(self._local(model))
+        return store.rm(self._local_model(model))
 
     def pull(self, ref: str, on_progress: Callable[[PullProgress], None]) -> str:
         from localllm.library.pull import pull
 
-        def report_progress(p: DownloadProgress) -> None:
-            doing = _DOING[p.state]
-            on_progress(PullProgress(doing, p.done_bytes, p.total_bytes, p.speed_bytes_s, p.eta_s))
+        def report_progress(progress: DownloadProgress) -> None:
+            state_text = _STATE_TEXTS[progress.state]
+            on_progress(
+                PullProgress(
+                    state_text,
+                    progress.done_bytes,
+                    progress.total_bytes,
+                    progress.speed_bytes_s,
+                    progress.eta_s,
+                )
+            )
 
         choose = candidates.variant_choice(ref)
         model = pull(
@@ -172,18 +180,18 @@ class LocalModelService:
         return load_catalog()
 
     def _device(self, request: PlanRequest) -> tuple[Device, Overrides]:
-        key = _machine_and_memory(request)
+        key = _decoding_machine(request)
         if key in self._devices:
             return self._devices[key]
-        found = self._device_now(*key)
-        if not found[0].bandwidth_gbps.busy:  # a busy machine is measured again
-            self._devices[key] = found
-        return found
+        device_and_overrides = self._device_now(*key)
+        if not device_and_overrides[0].bandwidth_gbps.busy:  # a busy machine is measured again
+            self._devices[key] = device_and_overrides
+        return device_and_overrides
 
     def _device_now(self, machine: str, memory_gb: float) -> tuple[Device, Overrides]:
         return candidates.machine_of(machine or None, memory_gb or None, self.catalog)
 
-    def _local(self, model: InstalledModel) -> LocalModel:
+    def _local_model(self, model: InstalledModel) -> LocalModel:
         for local in store.scan():
             if str(local.path) == model.path:
                 return local
@@ -192,14 +200,14 @@ class LocalModelService:
         )
 
 
-def _machine_and_memory(request: PlanRequest) -> tuple[str, float]:
+def _decoding_machine(request: PlanRequest) -> tuple[str, float]:
     """The name of the machine that writes answers ("": this one), and the size of its memory."""
-    names = _joined(request.machine)
+    names = _joined_names(request.machine)
     machine = request.machine.strip() if names is None else names.decoding
     return machine, request.memory_gb
 
 
-def _joined(machine: str) -> JoinedNames | None:
+def _joined_names(machine: str) -> JoinedNames | None:
     if not machine:
         return None  # this machine needs no import
     from localllm.cli.recommend.phases import joined_names
@@ -210,7 +218,7 @@ def _joined(machine: str) -> JoinedNames | None:
 def _prefilling(request: PlanRequest) -> Prefilling | None:
     """The machine that reads prompts, if the request names one. Raises DeviceNotFoundError and
     UsageError."""
-    names = _joined(request.machine)
+    names = _joined_names(request.machine)
     if names is None:
         return None
     from localllm.cli.recommend.phases import prefilling_of
@@ -224,19 +232,19 @@ def _workload(request: PlanRequest) -> Workload:
     return Workload(cast("Purpose", request.purpose), request.context)
 
 
-def _described(device: Device) -> str:
-    rate = device.bandwidth_gbps
-    basis: str = rate.basis
-    if rate.busy:
+def _device_text(device: Device) -> str:
+    bandwidth = device.bandwidth_gbps
+    basis: str = bandwidth.basis
+    if bandwidth.busy:
         basis += " while other programs ran; it will be measured again"
     name = device.name
     if device.simulated:
         name += " (simulated)"
     usable = f"{device.memory.limit_bytes / 1e9:.1f} GB usable"
-    return f"{name}: {usable}, {rate.value:,.0f} GB/s ({basis})"
+    return f"{name}: {usable}, {bandwidth.value:,.0f} GB/s ({basis})"
 
 
-def _on_disk(local: LocalModel) -> InstalledModel:
+def _installed_model(local: LocalModel) -> InstalledModel:
     owner = OWNERS[local.origin]
     in_own_cache = local.origin == "hf-cache"
     return InstalledModel(

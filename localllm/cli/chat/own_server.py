@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from localllm.cli.serve.presets import Preset, load_presets, preset_and_model
-from localllm.cli.serve.run import application, until_ordered
+from localllm.cli.serve.run import application, wait_until_ordered
 from localllm.engine.worker.pipe import end_ahead, prepare_ahead, start_ahead
 from localllm.errors import LocalLLMError, UsageError
 from localllm.library.resolve import resolve
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from localllm.server.models.served import ServedModel
 
 # How the chat asks the starter model: docs/models.md has the figures of `benchmarks.starter`.
-_SYSTEM = "Answer the question in one or two short sentences."
-_SAMPLING = {"temperature": 0.2, "top_p": 0.9, "repeat_penalty": 1.1}
+_STARTER_SYSTEM = "Answer the question in one or two short sentences."
+_STARTER_SAMPLING = {"temperature": 0.2, "top_p": 0.9, "repeat_penalty": 1.1}
 _POLL_S = 0.1
-_PATIENCE_S = 1.0
-_STOP_S = 10.0
+_QUIET_S = 1.0
+_STOP_TIMEOUT_S = 10.0
 
 
 class OwnEngine:
@@ -51,21 +51,21 @@ class OwnEngine:
         self.api_key: str | None = secrets.token_urlsafe(24)
         self._settings = settings
         self._presets = load_presets()
-        typed = model or self._settings.value("model")
-        self._preset, named = preset_and_model(self._presets, typed)
-        self._local = resolve(named)
-        self._presets = _with_starter(self._presets, self._local)
-        self.model = self._local.name
+        model_name = model or self._settings.value("model")
+        self._preset, model_file_name = preset_and_model(self._presets, model_name)
+        self._local_model = resolve(model_file_name)
+        self._presets = _with_starter(self._presets, self._local_model)
+        self.model = self._local_model.name
         if self._preset is not None:
             self.model = self._preset.name
         [self._sock] = bind("127.0.0.1", 0)
-        _reach(self._sock)
+        _check_loopback(self._sock)
         self.base_url = f"http://127.0.0.1:{self._sock.getsockname()[1]}/v1"
-        self._first: ServedModel | None = None
+        self._served_model: ServedModel | None = None
         self._error: LocalLLMError | None = None
         self._thread: threading.Thread | None = None
-        self._tried = threading.Event()
-        self._down = False
+        self._loading_ended = threading.Event()
+        self._ended = False
 
     def start(self) -> None:
         """Start serving and loading in a thread. Further calls have no effect."""
@@ -76,18 +76,18 @@ class OwnEngine:
             self._thread.start()
 
     def progress(self) -> EngineProgress:
-        if not self._tried.is_set():
+        if not self._loading_ended.is_set():
             share = 0.0
-            if self._first is not None:
-                share = self._first.worker.progress
+            if self._served_model is not None:
+                share = self._served_model.worker.progress
             return EngineProgress("loading", share)
         if self._error is not None:
-            return EngineProgress("failed", 0.0, self._error, self._down)
+            return EngineProgress("failed", 0.0, self._error, self._ended)
         return EngineProgress()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until loading succeeds or fails. Returns False on timeout."""
-        return self._tried.wait(timeout_s)
+        return self._loading_ended.wait(timeout_s)
 
     def stop(self) -> None:
         """Stop the server and wait for its end. May be called from any thread."""
@@ -96,7 +96,7 @@ class OwnEngine:
             return
         with suppress(RuntimeError):  # it has ended, and its loop is closed
             self._loop.call_soon_threadsafe(self._serving.cancel)
-        self._thread.join(timeout=_STOP_S)
+        self._thread.join(timeout=_STOP_TIMEOUT_S)
 
     # -- the server's thread ----------------------------------------------------------------------
 
@@ -111,8 +111,8 @@ class OwnEngine:
             self._fail(e)
         finally:
             self._sock.close()
-            self._down = True
-            self._tried.set()
+            self._ended = True
+            self._loading_ended.set()
 
     def _fail(self, e: BaseException) -> None:
         if isinstance(e, LocalLLMError):
@@ -124,7 +124,7 @@ class OwnEngine:
         from localllm.cli.serve.decode_speed import DecodeSpeedWatch
         from localllm.server.http.settings import ServerSettings
 
-        secured = ServerSettings(
+        server_settings = ServerSettings(
             host="127.0.0.1",
             port=0,
             api_key=self.api_key,
@@ -132,24 +132,24 @@ class OwnEngine:
         ).secured()
         router = await self._router_and_worker()
         # The chat shows the notice from the list of models, so it needs no report.
-        pace = asyncio.create_task(DecodeSpeedWatch(router, lambda _: None).run())
+        speed_watch = asyncio.create_task(DecodeSpeedWatch(router, lambda _: None).run())
         loading = asyncio.create_task(self._load_first())
         try:
-            await until_ordered(loading)
-            app, serve_on = await asyncio.to_thread(application, router, secured)
+            await wait_until_ordered(loading)
+            app, serve_on = await asyncio.to_thread(application, router, server_settings)
             await loading
-            self._tried.set()
-            await serve_on(app, [self._sock], secured, quiet=True)
+            self._loading_ended.set()
+            await serve_on(app, [self._sock], server_settings, quiet=True)
         finally:
             loading.cancel()
-            pace.cancel()
+            speed_watch.cancel()
             await router.close()
 
     async def _router_and_worker(self) -> ModelRouter:
         """Make the router. Planning takes as long as importing the engine, so a worker starts
         meanwhile."""
         await start_ahead()
-        prepare_ahead(self._local.path, self._settings.value("backend"))
+        prepare_ahead(self._local_model.path, self._settings.value("backend"))
         try:
             return await asyncio.to_thread(self._router)
         except BaseException:
@@ -158,8 +158,8 @@ class OwnEngine:
 
     async def _load_first(self) -> None:
         try:
-            if self._first is not None:
-                await self._first.engine()
+            if self._served_model is not None:
+                await self._served_model.engine()
         except LocalLLMError as e:
             self._fail(e)
         finally:
@@ -175,17 +175,17 @@ class OwnEngine:
         from localllm.load.load_plan import make_load_plan
 
         served = ServedModels(self._settings, self._presets)
-        settings = served.settings_for(self._local, self._preset)
+        settings = served.settings_for(self._local_model, self._preset)
         try:
-            load = make_load_plan(self._local, settings, "chat")
+            load = make_load_plan(self._local_model, settings, "chat")
             if load.embedding is not None:
-                made = "scores" if load.ranks else "embeddings"
+                output_kind = "scores" if load.ranks else "embeddings"
                 raise UsageError(
-                    f"{load.name} generates {made}, not text",
+                    f"{load.name} generates {output_kind}, not text",
                     hint="choose a chat model from `localllm models list`",
                 )
             router = router_for([load], served=served, presets=[self._preset], only=False)
-            self._first = router.resolve(self.model)
+            self._served_model = router.resolve(self.model)
         except LocalLLMError as e:
             self._fail(e)
             return router_for([], served=served, only=False)
@@ -197,7 +197,12 @@ def _with_starter(presets: tuple[Preset, ...], local: LocalModel) -> tuple[Prese
     it."""
     if local.origin != "starter" or any(preset.name == local.name for preset in presets):
         return presets
-    return (*presets, Preset(name=local.name, model=local.name, sampling=_SAMPLING, system=_SYSTEM))
+    return (
+        *presets,
+        Preset(
+            name=local.name, model=local.name, sampling=_STARTER_SAMPLING, system=_STARTER_SYSTEM
+        ),
+    )
 
 
 @contextmanager
@@ -208,7 +213,7 @@ def loaded(engine: OwnEngine) -> Iterator[OwnEngine]:
     """
     try:
         engine.start()
-        _wait(engine)
+        _wait_for_loading(engine)
         error = engine.progress().error
         if error is not None:
             raise error
@@ -217,11 +222,11 @@ def loaded(engine: OwnEngine) -> Iterator[OwnEngine]:
         engine.stop()
 
 
-def _wait(engine: OwnEngine) -> None:
+def _wait_for_loading(engine: OwnEngine) -> None:
     """Wait until loading has ended. On a terminal, a line shows the progress."""
     line = TerminalLine(sys.stderr)
     text = f"loading {engine.model} …"
-    if engine.wait(_PATIENCE_S):
+    if engine.wait(_QUIET_S):
         return
     if not sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
@@ -232,16 +237,18 @@ def _wait(engine: OwnEngine) -> None:
         line.show("")
 
 
-def _reach(own: socket.socket) -> None:
+def _check_loopback(server_socket: socket.socket) -> None:
     """Raise LocalLLMError if this machine can't connect to itself.
 
     That happens in a namespace or container whose loopback interface is down.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            route.connect(own.getsockname())  # this only selects a route and sends no packet
+            probe.connect(
+                server_socket.getsockname()
+            )  # this only selects a route and sends no packet
         except OSError as e:
-            own.close()
+            server_socket.close()
             raise LocalLLMError(
                 f"127.0.0.1 can't be reached ({e.strerror}), "
                 "but the chat connects to its engine there",

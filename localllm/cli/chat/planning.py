@@ -33,7 +33,7 @@ class PlanningProcess(LocalModelService):
     def __init__(self, *, offline: bool = False) -> None:
         super().__init__(offline=offline)
         self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, request: PlanRequest) -> Future[None]:
         """Start the child, and return at once. It prepares for `request`. The result has the errors
@@ -41,23 +41,23 @@ class PlanningProcess(LocalModelService):
         return ThreadPoolExecutor(1, "planning").submit(self.prepare, request)
 
     def prepare(self, request: PlanRequest) -> None:
-        self._call_child("prepare", request)
+        self._call("prepare", request)
 
     def plan(
         self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = ignore_part
     ) -> PlanList:
-        return self._call_child("plan", request, on_part=on_choice)  # type: ignore[no-any-return]
+        return self._call("plan", request, on_part=on_choice)  # type: ignore[no-any-return]
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
-        return self._call_child("explain", request, ref, columns)  # type: ignore[no-any-return]
+        return self._call("explain", request, ref, columns)  # type: ignore[no-any-return]
 
     def fit(self, model: InstalledModel) -> str:
-        return str(self._call_child("fit", model))
+        return str(self._call("fit", model))
 
     def close(self) -> None:
         """End the child. The next call starts a new one."""
-        child = self._child
-        self._child = None
+        child = self._process
+        self._process = None
         if child is not None:
             child.kill()
             child.wait()
@@ -65,39 +65,39 @@ class PlanningProcess(LocalModelService):
                 if pipe is not None:
                     pipe.close()
 
-    def _call_child(
-        self, method: str, *given: object, on_part: Callable[[PlanChoice], object] = ignore_part
+    def _call(
+        self, method: str, *arguments: object, on_part: Callable[[PlanChoice], object] = ignore_part
     ) -> Any:
         """Return the result of LocalModelService in the child. Raises LocalLLMError.
 
         `on_part` receives partial results.
         """
         with self._lock:
-            if self._child is None or self._child.poll() is not None:
+            if self._process is None or self._process.poll() is not None:
                 self.close()
-                self._child = subprocess.Popen(
+                self._process = subprocess.Popen(
                     [sys.executable, "-m", __name__],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                 )
-            to = self._child.stdin
-            back = self._child.stdout
-            assert to is not None
-            assert back is not None
+            requests = self._process.stdin
+            answers = self._process.stdout
+            assert requests is not None
+            assert answers is not None
             try:
-                pickle.dump((method, given), to)
-                to.flush()
-                ended = False
-                while not ended:
-                    part, error, ended = pickle.load(back)
-                    if not ended:
-                        on_part(part)
+                pickle.dump((method, arguments), requests)
+                requests.flush()
+                is_last = False
+                while not is_last:
+                    result, error, is_last = pickle.load(answers)
+                    if not is_last:
+                        on_part(result)
             except (OSError, EOFError, pickle.UnpicklingError) as e:
                 raise LocalLLMError("planning failed: its process ended", hint="try again") from e
         if error is not None:
             raise error
-        return part
+        return result
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
@@ -111,14 +111,14 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
     while True:
         try:
-            method, given = pickle.load(requests)
+            method, arguments = pickle.load(requests)
         except EOFError:
             return
-        more = {}
+        options = {}
         if method == "plan":
-            more = {"on_choice": partial(send, ended=False)}
+            options = {"on_choice": partial(send, ended=False)}
         try:
-            send(getattr(service, method)(*given, **more))
+            send(getattr(service, method)(*arguments, **options))
         except LocalLLMError as e:
             send(None, e)
         except Exception as e:

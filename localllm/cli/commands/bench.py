@@ -16,14 +16,14 @@ import typer
 
 from localllm.cli.bench.measure import ROUNDS, SHORT_PROMPT_TOKENS
 from localllm.cli.commands.shared import Json, print_json
-from localllm.cli.setting_options import takes
+from localllm.cli.setting_options import with_setting_options
 from localllm.errors import BackendError, UsageError
 from localllm.formatting import gb
 from localllm.plain_output import print_lines
 from localllm.settings import Settings
 
 
-@takes("context", "lora", "power")
+@with_setting_options("context", "lora", "power")
 def bench(
     model: Annotated[
         str | None,
@@ -82,29 +82,35 @@ def bench(
     """
     from localllm.cli.bench import compare as earlier_runs
 
-    then = None
-    chosen = {"--share": share, "--compare": earlier is not None, "--against": bool(against)}
-    named = [option for option, is_given in chosen.items() if is_given]
-    if len(named) > 1:
-        raise UsageError(f"{' and '.join(named)} can't be combined", hint="omit one of them")
+    earlier_figures = None
+    exclusive_options = {
+        "--share": share,
+        "--compare": earlier is not None,
+        "--against": bool(against),
+    }
+    chosen_options = [option for option, is_given in exclusive_options.items() if is_given]
+    if len(chosen_options) > 1:
+        raise UsageError(
+            f"{' and '.join(chosen_options)} can't be combined", hint="omit one of them"
+        )
     if earlier is not None:
-        then = earlier_runs.read(earlier)
+        earlier_figures = earlier_runs.read(earlier)
     if against:
         _compare_servers(
             model, against, restart_cmd or (), scenarios, rounds or ROUNDS, as_json=as_json
         )
         return
-    of_servers = {"--rounds": rounds, "--scenarios": scenarios, "--restart-cmd": restart_cmd}
-    for option, value in of_servers.items():
+    server_options = {"--rounds": rounds, "--scenarios": scenarios, "--restart-cmd": restart_cmd}
+    for option, value in server_options.items():
         if value:
             raise UsageError(f"{option} is for --against", hint=f"add --against, or omit {option}")
     from localllm.cli.bench import share as shared
-    from localllm.cli.bench.measure import compare_and_keep, measure
+    from localllm.cli.bench.measure import compare_and_store, measure
     from localllm.load.load_plan import load_plan_named
 
     load = load_plan_named(model, settings)
     if share:
-        shared.check(load)
+        shared.check_shareable(load)
     report = partial(print, file=sys.stderr, flush=True)
     report(f"measuring {load.name}: {ROUNDS} rounds, more if they disagree …")
     figures = asyncio.run(measure(load, report))
@@ -112,12 +118,12 @@ def bench(
     if power_share != 1.0:
         figures["power_share"] = power_share  # slowed down on purpose
     else:
-        figures.update(compare_and_keep(load, figures))
-    if then is not None:
-        figures["compared"] = earlier_runs.compared(then, figures)
+        figures.update(compare_and_store(load, figures))
+    if earlier_figures is not None:
+        figures["compared"] = earlier_runs.compared(earlier_figures, figures)
     if share:
         print(shared.line(shared.row(load, figures)))
-        print(shared.WHERE, file=sys.stderr)
+        print(shared.HOW_TO_SHARE, file=sys.stderr)
         return
     _print(figures, as_json=as_json)
 
@@ -145,15 +151,15 @@ def _compare_servers(
     """Compare servers in turn. Raises BackendError if a measurement failed."""
     from localllm.cli.bench import against as servers_compared
 
-    compared = servers_compared.compare(model, against, restart, scenarios, rounds)
+    comparison = servers_compared.compare(model, against, restart, scenarios, rounds)
     if as_json:
-        print_json(compared.to_json())
+        print_json(comparison.to_json())
     else:
-        print_lines(compared.lines())
-    if compared.faults:
-        first = compared.faults[0]
-        n = len(compared.faults)
-        raise BackendError(f"{n} measurements failed: {first}")
+        print_lines(comparison.lines())
+    if comparison.faults:
+        first_fault = comparison.faults[0]
+        n_faults = len(comparison.faults)
+        raise BackendError(f"{n_faults} measurements failed: {first_fault}")
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
@@ -162,7 +168,7 @@ def lines(figures: dict[str, Any]) -> list[str]:
     memory = "unknown"
     if figures.get("predicted_memory_bytes") is not None:
         memory = gb(figures["predicted_memory_bytes"], 2)
-    out = [
+    text_lines = [
         f"decode    {_speeds(figures, 'decode_tok_s')}   after a prompt of {prompt}",
         f"          {_speeds(figures, 'short_tok_s')}   "
         f"after a prompt of {SHORT_PROMPT_TOKENS} tokens",
@@ -171,16 +177,18 @@ def lines(figures: dict[str, Any]) -> list[str]:
     ]
     if "power_share" in figures:
         share = f"{figures['power_share']:.0%}"
-        out.append(f"paced     computing in {share} of the time: not compared, and not remembered")
+        text_lines.append(
+            f"paced     computing in {share} of the time: not compared, and not remembered"
+        )
     if "power" in figures:
-        used = figures["power"]
-        out.append(
-            f"power     {used['watts']:8.1f} W       {used['joules_per_token']:.2f} J a token   "
-            f"by {used['source']}"
+        power = figures["power"]
+        text_lines.append(
+            f"power     {power['watts']:8.1f} W       {power['joules_per_token']:.2f} J a token   "
+            f"by {power['source']}"
         )
     for cause in figures.get("causes", ()):
-        out.append(f"possible reason for a slower result: {cause}")
-    return out
+        text_lines.append(f"possible reason for a slower result: {cause}")
+    return text_lines
 
 
 def _speeds(figures: dict[str, Any], name: str) -> str:

@@ -35,12 +35,12 @@ def cache(context: typer.Context, as_json: Json = False) -> None:
     from localllm.cli.cached_prefixes import survey
 
     root = paths.prefixes_dir()
-    found = survey(root)
-    body = _body(str(root), found)
+    prefixes = survey(root)
+    body = _body(str(root), prefixes)
     if as_json:
         print_json(body)
     else:
-        print_lines(_lines(body, found))
+        print_lines(_lines(body, prefixes))
 
 
 @app.command()
@@ -60,14 +60,14 @@ def clear(
     from localllm.cli.cached_prefixes import clear as remove
     from localllm.cli.cached_prefixes import survey
 
-    found = survey(paths.prefixes_dir())
-    chosen = found
+    prefixes = survey(paths.prefixes_dir())
+    chosen = prefixes
     if model is not None:
-        chosen = _of(model, found)
+        chosen = _prefixes_of(model, prefixes)
     n_files = sum(m.n_files for m in chosen)
-    size = byte_size(sum(m.size_bytes for m in chosen))
+    size_text = byte_size(sum(m.size_bytes for m in chosen))
     names = ", ".join(sorted({_name(m) for m in chosen}))
-    if n_files and not yes and not confirmed(f"remove {n_files} file(s), {size}, of {names}?"):
+    if n_files and not yes and not confirmed(f"remove {n_files} file(s), {size_text}, of {names}?"):
         return
     sizes, n_left = remove(chosen)
     if as_json:
@@ -82,15 +82,15 @@ def clear(
         )
 
 
-def _of(name: str, found: list[ModelPrefixes]) -> list[ModelPrefixes]:
+def _prefixes_of(name: str, prefixes: list[ModelPrefixes]) -> list[ModelPrefixes]:
     """Return the folders of one model, by its name or by the folder's name if the model is
     unknown."""
 
-    chosen = [m for m in found if name.lower() in (_name(m).lower(), m.folder.name.lower())]
+    chosen = [m for m in prefixes if name.lower() in (_name(m).lower(), m.folder.name.lower())]
     if not chosen:
         hint = "the cache is empty"
-        if found:
-            hint = f"cached are: {', '.join(sorted({_name(m) for m in found}))}"
+        if prefixes:
+            hint = f"cached are: {', '.join(sorted({_name(m) for m in prefixes}))}"
         raise ModelNotFoundError(f"nothing is cached for {name}", hint=hint)
     return chosen
 
@@ -99,18 +99,18 @@ def _name(model: ModelPrefixes) -> str:
     return model.model or model.folder.name
 
 
-_LIMITS = {
+_LIMIT_SETTINGS = {
     "capacity_bytes": "cache_disk_gb",
     "daily_bytes": "cache_disk_daily_gb",
     "free_bytes": "cache_disk_free_gb",
 }
 
 
-def _body(folder: str, found: list[ModelPrefixes]) -> dict[str, Any]:
+def _body(folder: str, prefixes: list[ModelPrefixes]) -> dict[str, Any]:
     """Return everything that --json prints."""
     settings = Settings()
-    limits = {key: int(settings.value(name) * 1e9) for key, name in _LIMITS.items()}
-    written = sum(m.written_today_bytes for m in found)
+    limits = {key: int(settings.value(name) * 1e9) for key, name in _LIMIT_SETTINGS.items()}
+    written_bytes = sum(m.written_today_bytes for m in prefixes)
     models = [
         {
             "model": m.model,
@@ -120,36 +120,36 @@ def _body(folder: str, found: list[ModelPrefixes]) -> dict[str, Any]:
             "written_today_bytes": m.written_today_bytes,
             "last_used_s": m.used_s,
         }
-        for m in found
+        for m in prefixes
     ]
     return {
         "folder": folder,
-        "files": sum(m.n_files for m in found),
-        "bytes": sum(m.size_bytes for m in found),
-        "written_today_bytes": written,
-        "daily_limit_used_up": 0 < limits["daily_bytes"] <= written,
+        "files": sum(m.n_files for m in prefixes),
+        "bytes": sum(m.size_bytes for m in prefixes),
+        "written_today_bytes": written_bytes,
+        "daily_limit_used_up": 0 < limits["daily_bytes"] <= written_bytes,
         "limits": limits,
         "models": models,
     }
 
 
-def _lines(body: dict[str, Any], found: list[ModelPrefixes]) -> list[str]:
+def _lines(body: dict[str, Any], prefixes: list[ModelPrefixes]) -> list[str]:
     limits = body["limits"]
-    kept = "and none are stored (cache_disk_gb is 0)"
+    limit_text = "and none are stored (cache_disk_gb is 0)"
     if limits["capacity_bytes"] > 0:
-        kept = f"of {byte_size(limits['capacity_bytes'])}"
-    written = f"{byte_size(body['written_today_bytes'])} of prefixes"
+        limit_text = f"of {byte_size(limits['capacity_bytes'])}"
+    written_text = f"{byte_size(body['written_today_bytes'])} of prefixes"
     if limits["daily_bytes"] > 0:
-        written += f", of {byte_size(limits['daily_bytes'])} a day"
+        written_text += f", of {byte_size(limits['daily_bytes'])} a day"
     if body["daily_limit_used_up"]:
-        written += ": used up, so new prefixes stay in memory until tomorrow"
+        written_text += ": used up, so new prefixes stay in memory until tomorrow"
     lines = [
         f"folder         {body['folder']}",
-        f"kept           {byte_size(body['bytes'])} {kept}, {body['files']} file(s)",
-        f"written today  {written}",
+        f"kept           {byte_size(body['bytes'])} {limit_text}, {body['files']} file(s)",
+        f"written today  {written_text}",
         f"kept free      {byte_size(limits['free_bytes'])} of the disk",
     ]
-    if not found:
+    if not prefixes:
         return [*lines, "", "no prefix is stored yet"]
     head = ("MODEL", "FILES", "SIZE", "WRITTEN TODAY", "LAST USED")
     rows = [
@@ -158,14 +158,14 @@ def _lines(body: dict[str, Any], found: list[ModelPrefixes]) -> list[str]:
             str(m.n_files),
             byte_size(m.size_bytes),
             byte_size(m.written_today_bytes),
-            _when(m.used_s),
+            _time_text(m.used_s),
         )
-        for m in found
+        for m in prefixes
     ]
-    return [*lines, "", table([head, *rows], right=(1, 2, 3))]
+    return [*lines, "", table([head, *rows], right_aligned=(1, 2, 3))]
 
 
-def _when(used_s: float | None) -> str:
+def _time_text(used_s: float | None) -> str:
     if used_s is None:
         return ""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(used_s))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm.cli.setting_options import takes
+from localllm.cli.setting_options import with_setting_options
 from localllm.errors import UsageError
 from localllm.library.catalog import load_catalog, user_folder
 from localllm.settings import Settings
@@ -25,7 +25,7 @@ def catalog() -> None:
 
 
 @app.command(short_help="Read the models' file listings from the hub.")
-@takes("offline", "measured_rows")
+@with_setting_options("offline", "measured_rows")
 def update(
     models: Annotated[
         list[str] | None,
@@ -56,57 +56,60 @@ def update(
             "the catalog can't be updated offline",
             hint="run it without --offline, the setting `offline` and HF_HUB_OFFLINE",
         )
-    known = load_catalog()
-    new: list[str] = []
-    wanted: list[Model] = []
+    catalog_now = load_catalog()
+    new_repos: list[str] = []
+    known_models: list[Model] = []
     for name in models or ():
-        model = known.recognise(name)
+        model = catalog_now.recognise(name)
         if model is not None:
-            wanted.append(model)
+            known_models.append(model)
         elif "/" in name:
-            new.append(name)
+            new_repos.append(name)
         else:
-            model, _ = describe(name, known)
-            wanted.append(model)
+            model, _ = describe(name, catalog_now)
+            known_models.append(model)
     if not models:
-        wanted = list(known.models)
-    print(f"reading the hub's listings of {len(wanted) + len(new)} models …", file=sys.stderr)
-    found = catalog_update.read(wanted, hub.list_files)
-    for repo in new:
-        catalog_update.add(repo, hub.list_files, found)
-    _print_changes(found)
+        known_models = list(catalog_now.models)
+    print(
+        f"reading the hub's listings of {len(known_models) + len(new_repos)} models …",
+        file=sys.stderr,
+    )
+    update_of_catalog = catalog_update.read(known_models, hub.list_files)
+    for repo in new_repos:
+        catalog_update.add(repo, hub.list_files, update_of_catalog)
+    _print_changes(update_of_catalog)
     if not dry_run:
-        print(f"wrote {catalog_update.write(found, user_folder())}", file=sys.stderr)
-    place = settings.value("measured_rows")
-    if place:
-        _update_rows(place, dry_run=dry_run)
+        print(f"wrote {catalog_update.write(update_of_catalog, user_folder())}", file=sys.stderr)
+    rows_file = settings.value("measured_rows")
+    if rows_file:
+        _update_rows(rows_file, dry_run=dry_run)
 
 
-def _update_rows(place: str, *, dry_run: bool) -> None:
-    """Read the speeds that others measured from the file at `place`."""
+def _update_rows(rows_file: str, *, dry_run: bool) -> None:
+    """Read the speeds that others measured from the file at `rows_file`."""
     from localllm.library import small_file
     from localllm.load import measured_by_others
 
-    rows, n_left_out = measured_by_others.rows_of(small_file.read(place))
+    rows, n_invalid = measured_by_others.rows_of(small_file.read(rows_file))
     if not rows:
         raise UsageError(
-            f"{place} has no row of a measurement",
+            f"{rows_file} has no row of a measurement",
             hint="it needs a line of `localllm bench --share` for each, with its `source`",
         )
     n_sources = len({row.source for row in rows})
     print(f"speeds measured by others: {len(rows)} (sources: {n_sources})")
-    if n_left_out:
-        print(f"left out: {n_left_out} lines that are no measurement", file=sys.stderr)
+    if n_invalid:
+        print(f"left out: {n_invalid} lines that are no measurement", file=sys.stderr)
     if not dry_run:
         print(f"wrote {measured_by_others.write(rows)}", file=sys.stderr)
 
 
-def _print_changes(found: Update) -> None:
-    for change in found.changes:
+def _print_changes(update: Update) -> None:
+    for change in update.changes:
         print(change.model.name)
         for line in change.lines:
             print(f"  {line}")
-    for repo, reason in found.unread.items():
+    for repo, reason in update.unread.items():
         print(f"not read: {repo}: {reason}", file=sys.stderr)
-    if not found.changes:
+    if not update.changes:
         print("nothing changed")

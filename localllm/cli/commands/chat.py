@@ -14,10 +14,10 @@ import typer
 from localllm.cli.commands.shared import (
     ServerKey,
     ServerUrl,
-    at_a_terminal,
     installed_names,
+    is_at_terminal,
 )
-from localllm.cli.setting_options import takes, with_flags
+from localllm.cli.setting_options import with_flags, with_setting_options
 from localllm.errors import UsageError
 from localllm.plain_output import TerminalLine, is_text
 from localllm.setting_table import LOADING
@@ -28,7 +28,7 @@ from localllm.settings import Settings
 FIRST_QUESTION = "Say hello and tell me in one sentence what you can help with."
 
 
-@takes(*with_flags(LOADING), "chat_screen_reader")
+@with_setting_options(*with_flags(LOADING), "chat_screen_reader")
 def chat(
     prompt: Annotated[str | None, typer.Argument(help="Answer this on stdout and exit.")] = None,
     models: Annotated[
@@ -87,21 +87,21 @@ def chat(
     stored on this machine. One answer on stdout is only stored with --continue.
     """
 
-    from localllm.cli.chat.engines import Wanted
+    from localllm.cli.chat.engines import EngineRequest
     from localllm_tui.control.attachments import check_fits_context
     from localllm_tui.control.terminal import ask_background
 
     # Report all errors in the options before a model is loaded.
     _check_prompt(prompt, has_files=bool(attach))
-    model, other = _one_or_two(models or (), continues=continue_)
-    attached = _all_texts(attach or ())
+    model, other = _model_and_other(models or (), continues=continue_)
+    attached = _read_attachments(attach or ())
     check_fits_context(attached, settings.value("context") or None)
     question = None
-    if prompt is not None or not at_a_terminal():
+    if prompt is not None or not is_at_terminal():
         question = _question(prompt, bool(attached))
-    plain = _is_line_by_line(settings) or plain
+    plain = _needs_plain_text(settings) or plain
     sampling = _sampling(temperature, seed, max_tokens)
-    wanted = Wanted(model, settings, url, api_key, own)
+    engine_request = EngineRequest(model, settings, url, api_key, own)
     try:
         with ExitStack() as stack:
             background = None
@@ -111,7 +111,9 @@ def chat(
             # The terminal answers while the chat's code is imported.
             from localllm.cli.chat import begin
 
-            invocation = begin.ChatInvocation(wanted, attached, continue_, system, sampling, other)
+            invocation = begin.ChatInvocation(
+                engine_request, attached, continue_, system, sampling, other
+            )
             if question is None:
                 begin.start_conversation(stack, invocation, background, inline=inline and not plain)
             else:
@@ -128,7 +130,7 @@ def _check_prompt(prompt: str | None, *, has_files: bool) -> None:
         )
 
 
-def _one_or_two(models: Sequence[str], *, continues: bool) -> tuple[str | None, str]:
+def _model_and_other(models: Sequence[str], *, continues: bool) -> tuple[str | None, str]:
     """Return the model that answers, and the one whose answers are compared with it, or "".
 
     Raises UsageError for more than two.
@@ -145,7 +147,7 @@ def _one_or_two(models: Sequence[str], *, continues: bool) -> tuple[str | None, 
     return models[0], "".join(models[1:])
 
 
-def _is_line_by_line(settings: Settings) -> bool:
+def _needs_plain_text(settings: Settings) -> bool:
     """True for a screen reader, and for a terminal that cannot draw a screen."""
     TerminalLine.adds_lines = bool(settings.value("chat_screen_reader"))
     return TerminalLine.adds_lines or os.environ.get("TERM") == "dumb"
@@ -165,23 +167,23 @@ def _sampling(
     return fields
 
 
-def _all_texts(paths: Iterable[Path]) -> list[tuple[str, str]]:
+def _read_attachments(paths: Iterable[Path]) -> list[tuple[str, str]]:
     texts = []
     for path in paths:
-        texts += _texts(path)
+        texts += _read_attachment(path)
     return texts
 
 
-def _texts(path: Path) -> list[tuple[str, str]]:
+def _read_attachment(path: Path) -> list[tuple[str, str]]:
     """Return (name, text) of a file, or of each text file in a folder."""
     from localllm_tui.control.attachments import read_files
     from localllm_tui.control.terminal import one_line
 
-    texts, left_out = read_files(path)
-    if left_out:
-        n_files = len(texts) + left_out
+    texts, n_skipped = read_files(path)
+    if n_skipped:
+        n_files = len(texts) + n_skipped
         typer.echo(
-            f"{one_line(str(path))}: {left_out} of {n_files} "
+            f"{one_line(str(path))}: {n_skipped} of {n_files} "
             "files are skipped, because they are not text",
             err=True,
         )
@@ -192,9 +194,9 @@ def _question(prompt: str | None, attached: bool) -> str:
     """Return the question: piped text, followed by the prompt of the command line."""
 
     if prompt is None:
-        question = _piped(asks=True)
+        question = _piped_text(may_ask=True)
     elif is_text(prompt):
-        question = f"{_piped(asks=False)}\n\n{prompt.strip()}".strip()
+        question = f"{_piped_text(may_ask=False)}\n\n{prompt.strip()}".strip()
     else:
         raise UsageError("the question is not valid UTF-8", hint="type it in UTF-8")
     if question:
@@ -208,12 +210,12 @@ def _question(prompt: str | None, attached: bool) -> str:
     return FIRST_QUESTION
 
 
-def _piped(*, asks: bool) -> str:
-    """Return the piped text. `asks`: also read the question from a terminal."""
+def _piped_text(*, may_ask: bool) -> str:
+    """Return the piped text. `may_ask`: also read the question from a terminal."""
     if sys.stdin is None:
         return ""
     if sys.stdin.isatty():
-        if not asks:
+        if not may_ask:
             return ""
         print("type the question and end it with Ctrl-D", file=sys.stderr)
     try:

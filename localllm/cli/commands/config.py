@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tomlkit import TOMLDocument
 
 
-_SECRET = frozenset({"api_key", "pool_key"})
+_SECRETS = frozenset({"api_key", "pool_key"})
 
 app = typer.Typer(
     name="config",
@@ -51,7 +51,7 @@ def config(
     if as_json:
         print_json({"config_file": str(path), "settings": rows})
         return
-    cells = [(r["name"], _shown(r["value"]), r["origin"], r["help"]) for r in rows]
+    cells = [(row["name"], _value_text(row["value"]), row["origin"], row["help"]) for row in rows]
     print_lines(table(cells).splitlines())
     note = "" if path.exists() else " (does not exist yet)"
     print(f"\nset them by `localllm config set NAME VALUE` (in {path}{note}),", file=sys.stderr)
@@ -61,7 +61,7 @@ def config(
 def _row(setting: Setting, settings: Settings) -> dict[str, Any]:
     """Return a setting as --json prints it."""
     value = settings.value(setting.name)
-    if setting.name in _SECRET and value is not None:
+    if setting.name in _SECRETS and value is not None:
         value = "(set)"
     return {
         "name": setting.name,
@@ -77,11 +77,13 @@ def _row(setting: Setting, settings: Settings) -> dict[str, Any]:
 @app.command("keys", short_help="The chat's keys, by their names in [chat_keys].")
 def keys() -> None:
     """List the chat's keys: the names in [chat_keys] of config.toml, current keys, actions."""
-    from localllm.cli.chat.config import take_keys
+    from localllm.cli.chat.config import apply_key_bindings
     from localllm_tui.control.commands import ALL_KEYS
 
-    take_keys()
-    print_lines(table([(k.id, k.keys_now, k.help) for k in ALL_KEYS if k.id]).splitlines())
+    apply_key_bindings()
+    print_lines(
+        table([(key.id, key.keys_now, key.help) for key in ALL_KEYS if key.id]).splitlines()
+    )
 
 
 @app.command("set", short_help="Set a setting in config.toml: `config set context 16384`.")
@@ -96,12 +98,12 @@ def set_(
 ) -> None:
     """Set NAME in config.toml. Other settings and comments stay unchanged."""
 
-    setting = _named(name)
+    setting = _setting_named(name)
     parsed = checked(setting, value, "`config set`")
     document = _document()
     document[setting.name] = list(parsed) if isinstance(parsed, tuple) else parsed
     path = _write(document)
-    text = "(set)" if name in _SECRET else _shown(parsed)
+    text = "(set)" if name in _SECRETS else _value_text(parsed)
     _print_origin(setting, f"{setting.name} = {text} in {path}")
 
 
@@ -113,7 +115,7 @@ def unset(
     ],
 ) -> None:
     """Remove NAME from config.toml, so that its default applies again."""
-    setting = _named(name)
+    setting = _setting_named(name)
     document = _document()
     if setting.name not in document:
         print(f"{setting.name} is not set in config.toml")
@@ -121,7 +123,8 @@ def unset(
     del document[setting.name]
     path = _write(document)
     _print_origin(
-        setting, f"{setting.name} is no longer set in {path}: {_shown(setting.default)} by default"
+        setting,
+        f"{setting.name} is no longer set in {path}: {_value_text(setting.default)} by default",
     )
 
 
@@ -140,26 +143,30 @@ def edit() -> None:
     if not config_path().exists():
         _write(_document())
     try:
-        ended = subprocess.run([*shlex.split(editor), str(config_path())], check=False).returncode
+        exit_code = subprocess.run(
+            [*shlex.split(editor), str(config_path())], check=False
+        ).returncode
     except OSError as e:
         raise UsageError(
             f"the editor {editor!r} can't be started: {e}", hint="set EDITOR to an installed editor"
         ) from e
-    if ended:
-        raise UsageError(f"the editor ended with {ended}, and the file is as the editor left it")
+    if exit_code:
+        raise UsageError(
+            f"the editor ended with {exit_code}, and the file is as the editor left it"
+        )
     Settings()  # raises an error that names the problem
 
 
-def _named(name: str) -> Setting:
-    known = {s.name: s for s in TABLE}
-    wanted_name = name.lower().replace("-", "_")
-    if wanted_name not in known:
-        meant = difflib.get_close_matches(wanted_name, known, n=1)
+def _setting_named(name: str) -> Setting:
+    settings = {s.name: s for s in TABLE}
+    setting_name = name.lower().replace("-", "_")
+    if setting_name not in settings:
+        similar = difflib.get_close_matches(setting_name, settings, n=1)
         hint = "`localllm config` lists them"
-        if meant:
-            hint = f"did you mean {meant[0]}?"
+        if similar:
+            hint = f"did you mean {similar[0]}?"
         raise UsageError(f"there is no setting {name!r}", hint=hint)
-    return known[wanted_name]
+    return settings[setting_name]
 
 
 def _document() -> TOMLDocument:
@@ -199,7 +206,7 @@ def _print_origin(setting: Setting, result: str) -> None:
         print(f"{setting.env} in the environment overrides it")
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(value) or "none"
     if value is None:

@@ -59,27 +59,27 @@ def device(
     if name is not None:
         if measure:
             raise UsageError("--measure measures this machine: it can't be combined with --device")
-        found = resolve(name, memory_gb=memory, bandwidth_gbps=bandwidth)
+        machine = resolve(name, memory_gb=memory, bandwidth_gbps=bandwidth)
     else:
         if measure:
             print("measuring memory bandwidth, about a second …", file=sys.stderr, flush=True)
-        machine = hardware(measure=measure, remeasure=measure)
-        found = overridden(machine, memory_gb=memory, bandwidth_gbps=bandwidth)
+        this_machine = hardware(measure=measure, remeasure=measure)
+        machine = overridden(this_machine, memory_gb=memory, bandwidth_gbps=bandwidth)
         build = backend_view.installed_build(fresh=True)
-    found = with_memory(found, ram_gb=ram)
-    body = device_to_json(found)
+    machine = with_memory(machine, ram_gb=ram)
+    body = device_to_json(machine)
     if build is not None:
-        differences = [asdict(finding) for finding in ggml.differences(found, build)]
+        differences = [asdict(finding) for finding in ggml.differences(machine, build)]
         body |= {"llama_cpp": ggml.to_json(build), "differences": differences}
     if as_json:
         print_json(body)
         return
-    print_lines(lines(found))
+    print_lines(lines(machine))
     if build is not None:
-        print_lines(build_lines(found, build))
+        print_lines(build_lines(machine, build))
 
 
-def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
+def build_lines(machine: Device, build: ggml.GgmlBuild) -> list[str]:
     """Describe the devices of the installed llama.cpp, and differences from the system's
     hardware."""
     from localllm.cli import engine_builds
@@ -89,91 +89,91 @@ def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
     title = "llama.cpp"
     if build.version:
         title = f"{build.title}, devices:"
-    out = ["", title]
+    text_lines = ["", title]
     for device in build.devices:
-        memory = f"{device.memory_total_bytes / 1e9:.1f} GB"
+        memory_text = f"{device.memory_total_bytes / 1e9:.1f} GB"
         if device.accelerator != "cpu":
-            memory = f"{device.memory_free_bytes / 1e9:.1f} of {memory} free"
-        most = device.largest_buffer_bytes
-        buffer = ""
-        if most is not None:
-            buffer = f", one buffer up to {most / 1e9:.1f} GB"
-        out.append(
+            memory_text = f"{device.memory_free_bytes / 1e9:.1f} of {memory_text} free"
+        largest_bytes = device.largest_buffer_bytes
+        buffer_text = ""
+        if largest_bytes is not None:
+            buffer_text = f", one buffer up to {largest_bytes / 1e9:.1f} GB"
+        text_lines.append(
             f"  {device.name:<9} {device.description} ({device.backend}, {device.type}): "
-            f"{memory}{buffer}"
+            f"{memory_text}{buffer_text}"
         )
         facts = [*device.details, *device.capabilities]
         if facts:
-            out.append(f"            {', '.join(facts)}")
-    differences = ggml.differences(found, build)
-    out += _finding_lines(differences)
+            text_lines.append(f"            {', '.join(facts)}")
+    differences = ggml.differences(machine, build)
+    text_lines += _finding_lines(differences)
     if any(finding.fix == "localllm setup" for finding in differences):
-        out += [f"    {line}" for line in engine_builds.note(detect(), [])]
-    return out
+        text_lines += [f"    {line}" for line in engine_builds.note(detect(), [])]
+    return text_lines
 
 
-def lines(found: Device) -> list[str]:
+def lines(machine: Device) -> list[str]:
     """Format the table as lines: each figure with its source."""
-    rows = _rows(found)
+    rows = _rows(machine)
     width = max(len(label) for label, _, _ in rows)
-    value_width = max(len(value) for _, value, known in rows if known)
-    simulated = " (simulated)" if found.simulated else ""
-    out = [f"{found.name}{simulated}"]
-    for label, value, known in rows:
-        out.append(f"  {label:<{width}}  {value:<{value_width}}  {known}".rstrip())
-    for account in found.accounts:
-        out.append(f"  · {account}")
-    return out + _finding_lines(found.findings)
+    value_width = max(len(value) for _, value, source in rows if source)
+    simulated = " (simulated)" if machine.simulated else ""
+    text_lines = [f"{machine.name}{simulated}"]
+    for label, value, source in rows:
+        text_lines.append(f"  {label:<{width}}  {value:<{value_width}}  {source}".rstrip())
+    for account in machine.accounts:
+        text_lines.append(f"  · {account}")
+    return text_lines + _finding_lines(machine.findings)
 
 
-def _rows(found: Device) -> list[tuple[str, str, str]]:
+def _rows(machine: Device) -> list[tuple[str, str, str]]:
     """Return (label, figure, source) for each known figure."""
-    rows = [("kind", _kind(found), ""), _memory("memory", found.memory)]
-    if found.host is not None:
-        rows.append(_memory("host memory", found.host))
-    rows.append(_figure("bandwidth", found.bandwidth_gbps, "GB/s"))
-    if found.host is not None:
-        rows.append(_figure("host bandwidth", found.host_bandwidth_gbps, "GB/s"))
-    if found.fp16_tflops is not None:
-        rows.append(_figure("FP16 compute", found.fp16_tflops, "TFLOP/s dense"))
-    if found.fp8_tflops is not None:
-        rows.append(_figure("FP8 compute", found.fp8_tflops, "TFLOP/s dense"))
-    if found.fp4_tflops is not None:
-        rows.append(_figure("FP4 compute", found.fp4_tflops, "TFLOP/s dense"))
-    if found.cpu:
-        cores = f", {found.n_cpu_cores} cores" if found.n_cpu_cores else ""
-        rows.append(("processor", f"{found.cpu}{cores}", ""))
-    if found.match:
-        rows.append(("recognised as", found.match, ""))
+    rows = [("kind", _kind_text(machine), ""), _memory("memory", machine.memory)]
+    if machine.host is not None:
+        rows.append(_memory("host memory", machine.host))
+    rows.append(_figure("bandwidth", machine.bandwidth_gbps, "GB/s"))
+    if machine.host is not None:
+        rows.append(_figure("host bandwidth", machine.host_bandwidth_gbps, "GB/s"))
+    if machine.fp16_tflops is not None:
+        rows.append(_figure("FP16 compute", machine.fp16_tflops, "TFLOP/s dense"))
+    if machine.fp8_tflops is not None:
+        rows.append(_figure("FP8 compute", machine.fp8_tflops, "TFLOP/s dense"))
+    if machine.fp4_tflops is not None:
+        rows.append(_figure("FP4 compute", machine.fp4_tflops, "TFLOP/s dense"))
+    if machine.cpu:
+        cores = f", {machine.n_cpu_cores} cores" if machine.n_cpu_cores else ""
+        rows.append(("processor", f"{machine.cpu}{cores}", ""))
+    if machine.match:
+        rows.append(("recognised as", machine.match, ""))
     return rows
 
 
 def _finding_lines(findings: Sequence[Finding]) -> list[str]:
-    out = []
+    text_lines = []
     for finding in findings:
         sign = "·" if finding.level == "info" else "!"
-        out.append(f"  {sign} {finding.message}")
+        text_lines.append(f"  {sign} {finding.message}")
         if finding.fix:
-            out.append(f"      {finding.fix}")
-    return out
+            text_lines.append(f"      {finding.fix}")
+    return text_lines
 
 
-def _kind(found: Device) -> str:
+def _kind_text(machine: Device) -> str:
     text = "CPU only"
-    if found.kind == "unified":
+    if machine.kind == "unified":
         text = "one pool shared by CPU and GPU"
-    elif found.kind == "discrete":
+    elif machine.kind == "discrete":
         text = "GPU with its own memory"
-    if found.compute_capability:
-        return f"{text} ({found.accelerator} {found.compute_capability})"
-    return f"{text} ({found.accelerator})"
+    if machine.compute_capability:
+        return f"{text} ({machine.accelerator} {machine.compute_capability})"
+    return f"{text} ({machine.accelerator})"
 
 
 def _memory(label: str, memory: Memory) -> tuple[str, str, str]:
-    value = f"{memory.limit_bytes / 1e9:.1f} GB usable of {memory.total_bytes / 1e9:.1f}"
+    usable = f"{memory.limit_bytes / 1e9:.1f} GB usable of {memory.total_bytes / 1e9:.1f}"
     if memory.available_bytes != memory.limit_bytes:
-        value += f", {memory.available_bytes / 1e9:.1f} free now"
-    return label, value, f"{memory.basis}: {memory.source}"
+        usable += f", {memory.available_bytes / 1e9:.1f} free now"
+    return label, usable, f"{memory.basis}: {memory.source}"
 
 
 def _figure(label: str, figure: Figure | None, unit: str) -> tuple[str, str, str]:

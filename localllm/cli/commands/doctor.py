@@ -87,19 +87,19 @@ def doctor(
     from localllm.device.types import device_to_json
 
     readings = read()
-    found = from_readings(readings)
-    checks = doctor_checks.all_checks(found)
-    columns = _UNBROKEN
+    machine = from_readings(readings)
+    checks = doctor_checks.all_checks(machine)
+    columns = _NO_LIMIT_COLUMNS
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
-    body = {"device": device_to_json(found), "checks": [asdict(check) for check in checks]}
+    body = {"device": device_to_json(machine), "checks": [asdict(check) for check in checks]}
     if as_json:
         print_json(body)
     else:
         print_lines(lines(checks, columns))
     if file is not None:
-        by = f"localllm {__version__} doctor --report"
-        paths.write_text(file, recorded(readings, found.name, by, lines(checks)))
+        program = f"localllm {__version__} doctor --report"
+        paths.write_text(file, recorded(readings, machine.name, program, lines(checks)))
         print(f"wrote {file}: attach it to an issue", file=sys.stderr)
 
 
@@ -118,7 +118,7 @@ def _check_model(ref: str, *, as_json: bool, has_more_options: bool) -> None:
     from localllm.library.resolve import resolve
 
     checks = model_checks(resolve(ref))
-    columns = _UNBROKEN
+    columns = _NO_LIMIT_COLUMNS
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
     if as_json:
@@ -130,38 +130,38 @@ def _check_model(ref: str, *, as_json: bool, has_more_options: bool) -> None:
 
 
 # If fewer columns than this remain next to the names of the checks, messages go on the next line.
-_MIN_MESSAGE = 40
-_UNBROKEN = 10_000
+_MIN_MESSAGE_COLUMNS = 40
+_NO_LIMIT_COLUMNS = 10_000
 
 
-def lines(checks: list[HealthCheck], columns: int = _UNBROKEN) -> list[str]:
+def lines(checks: list[HealthCheck], columns: int = _NO_LIMIT_COLUMNS) -> list[str]:
     """Format the checks with at most `columns` per line, each fix below its check, and the totals.
 
     Checks that were not possible are counted separately.
     """
     width = max(len(check.name) for check in checks)
     margin_width = 11 + 2 + width + 2
-    narrow = columns - margin_width < _MIN_MESSAGE
+    is_narrow = columns - margin_width < _MIN_MESSAGE_COLUMNS
     margin = " " * margin_width
-    if narrow:
+    if is_narrow:
         margin = "  "
-    out = []
+    text_lines = []
     for check in checks:
         head = f"{check.status.upper():<11}  {check.name:<{width}}  "
-        if narrow:
-            out.append(head.rstrip())
+        if is_narrow:
+            text_lines.append(head.rstrip())
             head = margin
-        out += _wrapped(check.message, columns, head, margin)
+        text_lines += _wrapped(check.message, columns, head, margin)
         if check.fix:
-            out += _wrapped(f"fix: {check.fix}", columns, margin, margin)
-    return [*out, "", *_wrapped(_counts(checks), columns, "", "")]
+            text_lines += _wrapped(f"fix: {check.fix}", columns, margin, margin)
+    return [*text_lines, "", *_wrapped(_counts(checks), columns, "", "")]
 
 
 def _counts(checks: list[HealthCheck]) -> str:
-    n = Counter(check.status for check in checks)
-    text = f"{n['error']} error(s), {n['warning']} warning(s), {n['ok']} check(s) passed"
-    if n["not checked"]:
-        text += f", {n['not checked']} not checked"
+    n_by_status = Counter(check.status for check in checks)
+    text = f"{n_by_status['error']} error(s), {n_by_status['warning']} warning(s), {n_by_status['ok']} check(s) passed"
+    if n_by_status["not checked"]:
+        text += f", {n_by_status['not checked']} not checked"
     return text
 
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 _NOT_STATED = "not stated in its metadata"
 # Extras that are only needed for development.
-_DEVELOPING = ("dev", "docs", "test")
+_DEVELOPMENT_EXTRAS = ("dev", "docs", "test")
 _CLASSIFIER = "License :: OSI Approved :: "
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class Licence:
     """The licence of a library or a model. `version` is "" for a model."""
 
     name: str
@@ -42,22 +42,25 @@ def licences(
     The model's own terms apply: the catalog's entry helps to find them and is no legal advice.
     """
     libraries = list(installed("localllm"))
-    known = []
+    model_licences = []
     if models:
         for model in load_catalog().models:
             licence = model.licence or "unknown: see its page on the hub"
-            known.append(Terms(model.name, "", licence))
-    body = {"libraries": [asdict(x) for x in libraries], "models": [asdict(x) for x in known]}
-    rows = [(f"{x.name} {x.version}", x.licence) for x in libraries]
-    if known:
-        rows += [("", ""), *((x.name, x.licence) for x in known)]
+            model_licences.append(Licence(model.name, "", licence))
+    body = {
+        "libraries": [asdict(entry) for entry in libraries],
+        "models": [asdict(entry) for entry in model_licences],
+    }
+    rows = [(f"{entry.name} {entry.version}", entry.licence) for entry in libraries]
+    if model_licences:
+        rows += [("", ""), *((entry.name, entry.licence) for entry in model_licences)]
     if as_json:
         print_json(body)
     else:
         print_lines(table(rows).splitlines())
 
 
-def installed(root: str) -> Iterator[Terms]:
+def installed(root: str) -> Iterator[Licence]:
     """Yield `root` and all its installed requirements, including those of the registered backends,
     by name.
 
@@ -67,27 +70,31 @@ def installed(root: str) -> Iterator[Terms]:
 
     from localllm_backends import registry
 
-    found: dict[str, Terms] = {}
+    licences_by_name: dict[str, Licence] = {}
     backends = metadata.entry_points(group=registry.GROUP)
-    waiting = [root, *(backend.dist.name for backend in backends if backend.dist is not None)]
-    while waiting:
-        name = waiting.pop()
-        key = re.sub(r"[-_.]+", "-", name).lower()
+    queue = [root, *(backend.dist.name for backend in backends if backend.dist is not None)]
+    while queue:
+        name = queue.pop()
+        normalised = re.sub(r"[-_.]+", "-", name).lower()
         try:
             distribution = metadata.distribution(name)
         except metadata.PackageNotFoundError:
             continue
-        if key in found:
+        if normalised in licences_by_name:
             continue
-        found[key] = Terms(distribution.name, distribution.version, licence_of(distribution))
+        licences_by_name[normalised] = Licence(
+            distribution.name, distribution.version, licence_of(distribution)
+        )
         for requirement in distribution.requires or []:
-            needed = re.match(r"[\w.-]+", requirement)
+            required = re.match(r"[\w.-]+", requirement)
             # Requirements of an extra count only if it is one of our runtime extras. Extras of
             # libraries don't count.
             extra = re.search(r"extra == ['\"]([\w-]+)", requirement)
-            if needed and (extra is None or (key == root and extra[1] not in _DEVELOPING)):
-                waiting.append(needed[0])
-    yield from (found[key] for key in sorted(found))
+            if required and (
+                extra is None or (normalised == root and extra[1] not in _DEVELOPMENT_EXTRAS)
+            ):
+                queue.append(required[0])
+    yield from (licences_by_name[normalised] for normalised in sorted(licences_by_name))
 
 
 def licence_of(distribution: metadata.Distribution) -> str:
@@ -96,14 +103,14 @@ def licence_of(distribution: metadata.Distribution) -> str:
     fields = distribution.metadata.json
     if expression := fields.get("license_expression"):
         return str(expression)
-    classified = [
-        c.removeprefix(_CLASSIFIER)
-        for c in fields.get("classifier", [])
-        if c.startswith(_CLASSIFIER)
+    classifiers = [
+        classifier.removeprefix(_CLASSIFIER)
+        for classifier in fields.get("classifier", [])
+        if classifier.startswith(_CLASSIFIER)
     ]
-    if classified:
-        return ", ".join(classified)
-    first = str(fields.get("license") or "").strip().partition("\n")[0].strip()
-    if first and first != "UNKNOWN":
-        return first
+    if classifiers:
+        return ", ".join(classifiers)
+    first_line = str(fields.get("license") or "").strip().partition("\n")[0].strip()
+    if first_line and first_line != "UNKNOWN":
+        return first_line
     return _NOT_STATED

@@ -46,27 +46,27 @@ def models(context: typer.Context, as_json: Json = False) -> None:
 def list_models(as_json: Json = False) -> None:
     """List every model on this disk: hub's cache, LM Studio, Ollama, llama.cpp, adopted folders."""
 
-    found = store.everything()
-    if not found and not as_json:
+    installed = store.everything()
+    if not installed and not as_json:
         print(
             "no model is on this disk yet: see `localllm recommend`, then `localllm pull ID`",
             file=sys.stderr,
         )
-    _print_models(found, as_json=as_json)
+    _print_models(installed, as_json=as_json)
 
 
-def _print_models(found: list[LocalModel], *, as_json: bool) -> None:
+def _print_models(installed: list[LocalModel], *, as_json: bool) -> None:
     """Print the models, and name those that can't be loaded."""
-    whole = [model for model in found if not model.fault]
-    faulty = [model for model in found if model.fault]
+    usable = [model for model in installed if not model.fault]
+    faulty = [model for model in installed if model.fault]
     if as_json:
         left_out = [as_row(model) for model in faulty]
-        print_json({"models": [as_row(model) for model in whole], "left_out": left_out})
+        print_json({"models": [as_row(model) for model in usable], "left_out": left_out})
         return
-    print_lines(listing(whole))
+    print_lines(listing(usable))
     for model in faulty:
         print(plain(f"not listed: {model.path}: {model.fault}"), file=sys.stderr)
-    for model in whole:
+    for model in usable:
         if model.mmproj_fault:
             why = f"{model.mmproj}: {model.mmproj_fault}"
             print(plain(f"{model.name} reads no images: {why}"), file=sys.stderr)
@@ -120,32 +120,34 @@ def rm(
             chosen.append(model)
     for model in chosen:
         store.check_removable(model)
-    total = sum(m.size_bytes for m in chosen)
-    listed = ", ".join(f"{m.name} {m.quant}".strip() for m in chosen)
-    if not yes and not confirmed(f"remove {listed} ({byte_size(total)})?"):
+    total_bytes = sum(local.size_bytes for local in chosen)
+    names = ", ".join(f"{local.name} {local.quant}".strip() for local in chosen)
+    if not yes and not confirmed(f"remove {names} ({byte_size(total_bytes)})?"):
         return
-    freed = {f"{m.name} {m.quant}".strip(): store.rm(m) for m in chosen}
+    freed = {f"{local.name} {local.quant}".strip(): store.rm(local) for local in chosen}
     if as_json:
-        print_json({"removed": [as_row(m) for m in chosen], "freed_bytes": sum(freed.values())})
+        print_json(
+            {"removed": [as_row(local) for local in chosen], "freed_bytes": sum(freed.values())}
+        )
     elif not quiet:
         for name, n_bytes in freed.items():
             print(f"removed {name}: {byte_size(n_bytes)} freed", file=sys.stderr)
 
 
-def _only_one(ref: str, found: list[LocalModel]) -> LocalModel:
+def _only_one(ref: str, matches: list[LocalModel]) -> LocalModel:
     """Return the one model to remove.
 
     If several match, only those that can be removed here count. Raises UsageError if that leaves more
     than one.
     """
 
-    ours = [m for m in found if m.origin in ("hf-cache", "quantised")] or found
-    if len(ours) > 1:
+    removable = [m for m in matches if m.origin in ("hf-cache", "quantised")] or matches
+    if len(removable) > 1:
         raise UsageError(
-            f"{ref} names {len(ours)} models",
-            hint="name one of them: " + ", ".join(sorted(m.ref for m in ours)),
+            f"{ref} names {len(removable)} models",
+            hint="name one of them: " + ", ".join(sorted(m.ref for m in removable)),
         )
-    return ours[0]
+    return removable[0]
 
 
 @app.command()
@@ -153,14 +155,14 @@ def du(as_json: Json = False) -> None:
     """Show disk space by app. Shared files count once."""
 
     usage = store.du()
-    total = sum(u.size_bytes for u in usage)
+    total = sum(entry.size_bytes for entry in usage)
     if as_json:
-        print_json({"usage": [asdict(u) for u in usage], "total_bytes": total})
+        print_json({"usage": [asdict(entry) for entry in usage], "total_bytes": total})
         return
     rows = [("HELD BY", "MODELS", "SIZE")]
-    rows += [(u.origin, str(u.n_models), byte_size(u.size_bytes)) for u in usage]
+    rows += [(entry.origin, str(entry.n_models), byte_size(entry.size_bytes)) for entry in usage]
     rows.append(("total", "", byte_size(total)))
-    print_lines(table(rows, right=(1, 2)).splitlines())
+    print_lines(table(rows, right_aligned=(1, 2)).splitlines())
 
 
 @app.command()
@@ -174,50 +176,55 @@ def verify(
 ) -> None:
     """Read models and compare their hashes with the published ones. Exit code 4 if any is bad."""
 
-    wanted = []
+    to_verify = []
     for ref in refs or ():
-        wanted += find(ref)
+        to_verify += find(ref)
     if not refs:
-        wanted = store.everything()
+        to_verify = store.everything()
     results = []
-    reading = TerminalLine(sys.stderr)
-    for model in wanted:
+    progress_line = TerminalLine(sys.stderr)
+    for model in to_verify:
         if not quiet:
-            reading.show(f"reading {model.name} ({byte_size(model.size_bytes)}) …")
+            progress_line.show(f"reading {model.name} ({byte_size(model.size_bytes)}) …")
         results.append(store.verify(model))
-        reading.show("")
+        progress_line.show("")
         if not as_json and not (quiet and results[-1].result != "bad"):
             print_lines([_verdict(results[-1])])
             sys.stdout.flush()
     if as_json:
         rows = [
-            {**as_row(r.model), "result": r.result, "detail": r.detail, "fix": _fix(r)}
-            for r in results
+            {
+                **as_row(result.model),
+                "result": result.result,
+                "detail": result.detail,
+                "fix": _fix(result),
+            }
+            for result in results
         ]
         print_json({"models": rows})
-    if any(r.result == "bad" for r in results):
+    if any(result.result == "bad" for result in results):
         raise typer.Exit(ModelFileError.exit_code)
 
 
-def _verdict(checked: Any) -> str:
-    name = f"{checked.model.name} {checked.model.quant}".strip()
-    if checked.result == "ok":
+def _verdict(result: Any) -> str:
+    name = f"{result.model.name} {result.model.quant}".strip()
+    if result.result == "ok":
         return f"ok     {name}: hash as published"
-    if checked.result == "whole":
+    if result.result == "whole":
         return (
             f"whole  {name}: its published hash is unknown; "
             "its files have the size in their headers"
         )
-    return f"BAD    {name}: {checked.detail}\n       {checked.model.path}\n       {_fix(checked)}"
+    return f"BAD    {name}: {result.detail}\n       {result.model.path}\n       {_fix(result)}"
 
 
-def _fix(checked: Any) -> str:
+def _fix(result: Any) -> str:
     """Return the command that repairs a bad model; "" for other results."""
-    if checked.result != "bad":
+    if result.result != "bad":
         return ""
-    if checked.model.origin != "hf-cache":
+    if result.model.origin != "hf-cache":
         return "download it again with the program that downloaded it"
-    return f"`localllm pull {checked.model.ref}` downloads it again"
+    return f"`localllm pull {result.model.ref}` downloads it again"
 
 
 @app.command(short_help="Remove unfinished downloads and unused files.")
@@ -237,19 +244,19 @@ def prune(
         for item in waste:
             print_lines([f"{byte_size(item.size_bytes):>9}  {item.why}: {item.path}"])
     removes = bool(waste) and not dry_run
-    freed = 0
+    freed_bytes = 0
     if removes and (yes or confirmed(f"remove {len(waste)} file(s), {total}?")):
-        freed = store.prune(waste)
+        freed_bytes = store.prune(waste)
     if as_json:
         rows = [{"path": str(w.path), "bytes": w.size_bytes, "why": w.why} for w in waste]
-        print_json({"found": rows, "freed_bytes": freed})
+        print_json({"found": rows, "freed_bytes": freed_bytes})
         return
     if quiet:
         return
-    text = f"{total} could be freed"
+    summary = f"{total} could be freed"
     if removes:
-        text = f"{byte_size(freed)} freed"
-    print(text, file=sys.stderr)
+        summary = f"{byte_size(freed_bytes)} freed"
+    print(summary, file=sys.stderr)
 
 
 @app.command()
@@ -261,10 +268,10 @@ def adopt(
     as_json: Json = False,
 ) -> None:
     """Use a folder's models in place, without copying. (Models of other apps are used anyway.)"""
-    found: list[LocalModel] = []
+    installed: list[LocalModel] = []
     if forget:
         store.forget(folder)
         print(plain(f"{folder} is no longer used; its files stay"), file=sys.stderr)
     else:
-        found = store.adopt(folder)
-    _print_models(found, as_json=as_json)
+        installed = store.adopt(folder)
+    _print_models(installed, as_json=as_json)

@@ -35,17 +35,27 @@ def as_row(model: LocalModel) -> dict[str, Any]:
     }
 
 
-def listing(found: list[LocalModel]) -> list[str]:
+def listing(installed: list[LocalModel]) -> list[str]:
     """Format a row for each model, and other files found next to them. Empty if there are no
     models."""
-    if not found:
+    if not installed:
         return []
     rows = [("NAME", "QUANT", "SIZE", "FORMAT", "FROM")]
-    for m in sorted(found, key=_by_name_and_size):
-        rows.append((m.name, m.quant or "?", byte_size(m.size_bytes), m.format, m.origin))
-    lines = [table(rows, right=(2,))]
-    attached = {m.mmproj for m in found}
-    unattached = {file: kind for m in found for kind, file in m.companions if file not in attached}
+    for model in sorted(installed, key=_by_name_and_size):
+        rows.append(
+            (
+                model.name,
+                model.quant or "?",
+                byte_size(model.size_bytes),
+                model.format,
+                model.origin,
+            )
+        )
+    lines = [table(rows, right_aligned=(2,))]
+    attached = {model.mmproj for model in installed}
+    unattached = {
+        file: kind for model in installed for kind, file in model.companions if file not in attached
+    }
     if unattached:
         lines += ["", "Companion files (not models):"]
     for file, kind in unattached.items():
@@ -60,9 +70,9 @@ def _by_name_and_size(model: LocalModel) -> tuple[str, int]:
 def _kind_text(kind: str) -> str:
     from localllm_catalog.kinds import WORDS
 
-    for name, (words, _) in WORDS.items():
-        if name == kind:
-            return words
+    for known_kind, (description, _) in WORDS.items():
+        if known_kind == kind:
+            return description
     return kind
 
 
@@ -72,9 +82,9 @@ def facts(model: Model | None) -> dict[str, Any] | None:
         return None
     from localllm_catalog import shapes
 
-    named = {"id": model.id, "name": model.name, "architecture": model.architecture}
+    identity = {"id": model.id, "name": model.name, "architecture": model.architecture}
     return {
-        **named,
+        **identity,
         "params_total": model.params_total,
         "params_active": model.params_active,
         "layers": len(model.layers),
@@ -117,7 +127,7 @@ def info_lines(model: Model | None, local: LocalModel | None) -> list[str]:
 
 
 def _file_facts(local: LocalModel) -> list[tuple[str, str]]:
-    size = byte_size(local.size_bytes)
+    size_text = byte_size(local.size_bytes)
     n_files = len(local.files)
     origin: str = local.origin
     if local.repo:
@@ -125,7 +135,7 @@ def _file_facts(local: LocalModel) -> list[tuple[str, str]]:
     facts = [
         ("name", local.name),
         ("path", str(local.path)),
-        ("size", f"{size} ({local.size_bytes:,} bytes in {n_files} file(s))"),
+        ("size", f"{size_text} ({local.size_bytes:,} bytes in {n_files} file(s))"),
         ("quant", f"{local.quant or 'unknown'} ({local.format})"),
         ("from", origin),
     ]
@@ -143,11 +153,11 @@ def _file_facts(local: LocalModel) -> list[tuple[str, str]]:
 def _variants_table(model: Model) -> str:
     rows = [("QUANT", "FORMAT", "SIZE", "REPOSITORY")]
     for variant in model.variants:
-        size = byte_size(variant.file_bytes)
+        size_text = byte_size(variant.file_bytes)
         if not variant.exact:
-            size = f"~{size}"
-        rows.append((variant.quant, variant.format, size, variant.repo))
-    return table(rows, right=(2,))
+            size_text = f"~{size_text}"
+        rows.append((variant.quant, variant.format, size_text, variant.repo))
+    return table(rows, right_aligned=(2,))
 
 
 def _model_facts(model: Model) -> list[tuple[str, str]]:

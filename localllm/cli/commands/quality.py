@@ -82,24 +82,24 @@ def quality(
             "--tools compares two templates, and no other file of the model is installed",
             hint="give one with --against",
         )
-    request = model_quality.QualityRequest(model, reference, kv, _read(text), blocks, block)
-    judged = model_quality.judged(request, quiet=quiet)
-    body = model_quality.as_json(judged)
-    out = model_quality.lines(judged)
+    request = model_quality.QualityRequest(model, reference, kv, _read_text(text), blocks, block)
+    verdict = model_quality.measure_and_judge(request, quiet=quiet)
+    body = model_quality.as_json(verdict)
+    text_lines = model_quality.lines(verdict)
     if tools and reference is not None:
         body["tool_differences"] = tool_differences(model, reference)
-        out += _difference_lines(body["tool_differences"])
+        text_lines += _difference_lines(body["tool_differences"])
     if as_json:
         print_json(body)
     elif not quiet:
-        print_lines(out)
+        print_lines(text_lines)
     else:
-        print_lines([line for line in out if line.startswith(model_quality.FAULT)])
-    if judged.faults:
+        print_lines([line for line in text_lines if line.startswith(model_quality.FAULT)])
+    if verdict.faults:
         raise typer.Exit(ModelFileError.exit_code)
 
 
-def _read(text: Path | None) -> str:
+def _read_text(text: Path | None) -> str:
     if text is None:
         return ""
     try:

@@ -72,12 +72,14 @@ def quantize(
     quant = to.lower() if local.is_folder else to.upper()
     if not anyway:
         check_exact(source, quant)
-    wish = QuantRequest(source, quant, target_of(local, quant, output), imatrix_for(local, imatrix))
+    request = QuantRequest(
+        source, quant, target_of(local, quant, output), imatrix_for(local, imatrix)
+    )
     if not quiet:
-        _print_matrix(wish)
+        _print_matrix(request)
     meter = ProgressLine(io.StringIO() if quiet else sys.stderr)
     try:
-        seconds = make_quant(wish, meter)
+        seconds = make_quant(request, meter)
     except KeyboardInterrupt:
         meter.close()
         if not quiet:
@@ -85,55 +87,55 @@ def quantize(
         raise
     finally:
         meter.close()
-    _print_result(wish, seconds, as_json=as_json, quiet=quiet)
+    _print_result(request, seconds, as_json=as_json, quiet=quiet)
 
 
-def _print_matrix(wish: QuantRequest) -> None:
-    if wish.imatrix is not None:
-        print(f"importance matrix: {wish.imatrix}", file=sys.stderr)
+def _print_matrix(request: QuantRequest) -> None:
+    if request.imatrix is not None:
+        print(f"importance matrix: {request.imatrix}", file=sys.stderr)
 
 
-def _print_result(wish: QuantRequest, seconds: float, *, as_json: bool, quiet: bool) -> None:
+def _print_result(request: QuantRequest, seconds: float, *, as_json: bool, quiet: bool) -> None:
     from localllm.cli.commands.models_view import as_row
     from localllm.library import store
     from localllm.library.resolve import by_path
 
-    found = by_path(str(wish.target))
-    assert found is not None
-    listed = [model for model in store.scan() if model.path.resolve() == found.path.resolve()]
+    local = by_path(str(request.target))
+    assert local is not None
+    listed = [model for model in store.scan() if model.path.resolve() == local.path.resolve()]
     if listed:
-        found = listed[0]
-    larger = _larger(wish, found)
+        local = listed[0]
+    larger_kinds = _larger(request, local)
     if as_json:
-        imatrix = None if wish.imatrix is None else str(wish.imatrix)
+        imatrix = None if request.imatrix is None else str(request.imatrix)
         print_json(
             {
-                **as_row(found),
-                "source": str(wish.source.local.path),
+                **as_row(local),
+                "source": str(request.source.local.path),
                 "imatrix": imatrix,
                 "seconds": round(seconds, 3),
-                "larger_tensors": [asdict(kind) for kind in larger],
+                "larger_tensors": [asdict(kind) for kind in larger_kinds],
             }
         )
         return
     if not quiet:
-        _print_facts(wish, found, larger, seconds, is_listed=bool(listed))
-    print(found.path)
+        _print_facts(request, local, larger_kinds, seconds, is_listed=bool(listed))
+    print(local.path)
 
 
-def _larger(wish: QuantRequest, found: LocalModel) -> list[LargerTensors]:
+def _larger(request: QuantRequest, local: LocalModel) -> list[LargerTensors]:
     from localllm.library.catalog import read_header
     from localllm.quants.larger_tensors import larger_tensors
 
-    if found.is_folder:
+    if local.is_folder:
         return []
-    return larger_tensors(read_header(found.path), wish.quant)
+    return larger_tensors(read_header(local.path), request.quant)
 
 
 def _print_facts(
-    wish: QuantRequest,
-    found: LocalModel,
-    larger: list[LargerTensors],
+    request: QuantRequest,
+    local: LocalModel,
+    larger_kinds: list[LargerTensors],
     seconds: float,
     *,
     is_listed: bool,
@@ -141,15 +143,15 @@ def _print_facts(
     """Print the size, the tensors that stay larger, and how to run the quant."""
     from localllm.formatting import byte_size, span
 
-    before = byte_size(wish.source.local.size_bytes)
-    sizes = f"{byte_size(found.size_bytes)} instead of {before}, in {span(seconds)}"
-    print(f"{found.name} {found.quant}: {sizes}", file=sys.stderr)
-    if larger:
-        texts = [kind.text for kind in larger[:_MAX_LISTED]]
-        if len(larger) > _MAX_LISTED:
-            texts.append(f"{len(larger) - _MAX_LISTED} more kinds (--json lists all)")
-        print(f"larger than {wish.quant}: {'; '.join(texts)}", file=sys.stderr)
-    name = found.name if is_listed else str(found.path)
+    source_size = byte_size(request.source.local.size_bytes)
+    sizes = f"{byte_size(local.size_bytes)} instead of {source_size}, in {span(seconds)}"
+    print(f"{local.name} {local.quant}: {sizes}", file=sys.stderr)
+    if larger_kinds:
+        kind_texts = [kind.text for kind in larger_kinds[:_MAX_LISTED]]
+        if len(larger_kinds) > _MAX_LISTED:
+            kind_texts.append(f"{len(larger_kinds) - _MAX_LISTED} more kinds (--json lists all)")
+        print(f"larger than {request.quant}: {'; '.join(kind_texts)}", file=sys.stderr)
+    name = local.name if is_listed else str(local.path)
     print(f"run it: `localllm chat -m {name}`", file=sys.stderr)
     if not is_listed:
-        print(f"to list it: `localllm models adopt {found.path.parent}`", file=sys.stderr)
+        print(f"to list it: `localllm models adopt {local.path.parent}`", file=sys.stderr)

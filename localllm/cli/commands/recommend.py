@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
 
 import typer
 
-from localllm.cli.commands.shared import at_a_terminal
-from localllm.cli.setting_options import takes
+from localllm.cli.commands.shared import is_at_terminal
+from localllm.cli.setting_options import with_setting_options
 from localllm.errors import UsageError
 from localllm.library.catalog import load_catalog
 from localllm.load.candidates import device_named, overrides_for
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 _PURPOSES = ("chat", "coding", "agents", "autocomplete", "long")
 # Settings for the placement of a model's layers.
-_PLACING = ("gpu_layers", "cpu_moe", "split")
+_PLACEMENT_SETTINGS = ("gpu_layers", "cpu_moe", "split")
 # "2x dgx spark", "m3 ultra 512 + rtx 5090", and also "Ryzen AI Max+ 395".
-_MAY_NAME_SEVERAL = re.compile(r"\s*\d+\s*[x×*]|.*\+", re.IGNORECASE)
+_SEVERAL_MACHINES = re.compile(r"\s*\d+\s*[x×*]|.*\+", re.IGNORECASE)
 
 
 # One parameter for each option: Typer reads them from the signature.
-@takes(*_PLACING, "offline")
+@with_setting_options(*_PLACEMENT_SETTINGS, "offline")
 def recommend(
     device: Annotated[
         str | None,
@@ -201,22 +201,31 @@ def recommend(
     from localllm.planner.types import Workload
 
     workload = Workload(_purpose(purpose), context, parallel=parallel, min_decode_tok_s=min_speed)
-    one_machine_only = _given(
+    one_machine_only = _given_flags(
         sees=sees, hears=hears, at=at, fits=fits, budget=budget, compare=compare, plot=plot,
         memory=memory, bandwidth=bandwidth, ram=ram, vram_headroom=vram_headroom,
         headroom=headroom,
     )  # fmt: skip
-    if Joined(device, decoding, link, one_machine_only).answer(
+    if JoinedMachines(device, decoding, link, one_machine_only).answer(
         model, workload, explains=explain, everything=everything, as_json=as_json
     ):
         return
-    no_network = bool(settings.value("offline"))
-    of_list = (as_list, as_json, explain, at, fits, budget, compare, plot, names, everything)
-    of_machine = (bandwidth, ram, vram_headroom is not None, headroom is not None)
-    of_models = (model, sees, hears, parallel > 1, min_speed, settings.flags_among(_PLACING))
-    asks_one = (*of_list, *of_machine, *of_models)
-    if not any(asks_one) and os.environ.get("TERM") != "dumb" and at_a_terminal():
-        _open_screen(workload.purpose, context, device or "", memory or 0.0, offline=no_network)
+    is_offline = bool(settings.value("offline"))
+    list_options = (as_list, as_json, explain, at, fits, budget, compare, plot, names, everything)
+    machine_options = (bandwidth, ram, vram_headroom is not None, headroom is not None)
+    model_options = (
+        model,
+        sees,
+        hears,
+        parallel > 1,
+        min_speed,
+        settings.flags_among(_PLACEMENT_SETTINGS),
+    )
+    needs_list = (*list_options, *machine_options, *model_options)
+    if not any(needs_list) and os.environ.get("TERM") != "dumb" and is_at_terminal():
+        _open_models_screen(
+            workload.purpose, context, device or "", memory or 0.0, offline=is_offline
+        )
         return
     from localllm.cli.recommend.answers import KnownMachines, PlanQuery
 
@@ -224,8 +233,10 @@ def recommend(
     _check_budget(budget, at, device)
     catalog = load_catalog()
     if at or budget:
-        media = Overrides(sees=sees, hears=hears)
-        KnownMachines(model, workload, media, catalog, no_network, as_json).answer(at, budget)
+        overrides_of_media = Overrides(sees=sees, hears=hears)
+        KnownMachines(model, workload, overrides_of_media, catalog, is_offline, as_json).answer(
+            at, budget
+        )
         return
     machine = with_memory(
         device_named(device, memory, bandwidth),
@@ -235,20 +246,20 @@ def recommend(
     )
     from localllm.load.offload import check_offload, offload_options
 
-    placed = check_offload(offload_options(settings), machine)
-    overrides = replace(overrides_for(machine, catalog), offload=placed, sees=sees, hears=hears)
+    offload = check_offload(offload_options(settings), machine)
+    overrides = replace(overrides_for(machine, catalog), offload=offload, sees=sees, hears=hears)
     query = PlanQuery(machine, workload, overrides, catalog, everything, explain, as_json)
     if plot:
         query.roofline(names)
         return
     if fits:
-        query.long_context(fits, model, offline=no_network)
+        query.long_context(fits, model, offline=is_offline)
         return
     if names:
         query.side_by_side(names)
         return
     if model is not None:
-        query.for_model(*_described(model, catalog, offline=no_network))
+        query.for_model(*_described(model, catalog, offline=is_offline))
         return
     query.for_machine()
 
@@ -260,12 +271,12 @@ def _described(reference: str, catalog: Catalog, *, offline: bool) -> tuple[Mode
     return describe(reference, catalog, offline=offline)
 
 
-def _given(**options: object) -> list[str]:
+def _given_flags(**options: object) -> list[str]:
     """Return the options that were given, as typed."""
     return [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
 
 
-class Joined(NamedTuple):
+class JoinedMachines(NamedTuple):
     """The machines of --device and --with, and the --link between them. `unused` are the given
     options that apply to one machine only."""
 
@@ -275,7 +286,7 @@ class Joined(NamedTuple):
     unused: list[str]
 
     def _usual_link(self) -> str | None:
-        if self.device is None or not _MAY_NAME_SEVERAL.match(self.device):
+        if self.device is None or not _SEVERAL_MACHINES.match(self.device):
             return None
         # This imports the planner, which would delay the screen.
         from localllm.cli.recommend.cluster import usual_link
@@ -321,11 +332,11 @@ class Joined(NamedTuple):
             lines = cluster.answer(
                 self.device, link or "", model, workload, everything=everything, as_json=as_json
             )
-        page.out(lines)
+        page.print_page(lines)
         return True
 
 
-def _open_screen(
+def _open_models_screen(
     purpose: Purpose, context: int, machine: str, memory_gb: float, *, offline: bool
 ) -> None:
     """Show the screen of models. If a model is chosen there, start the chat with it.
@@ -334,23 +345,23 @@ def _open_screen(
     """
     import gc
 
-    from localllm.cli.chat.config import take_keys
+    from localllm.cli.chat.config import apply_key_bindings
     from localllm.cli.chat.planning import PlanningProcess
     from localllm_tui.control.interfaces import PlanRequest
 
-    take_keys()
-    desk = PlanningProcess(offline=offline)
-    wish = PlanRequest(purpose, context, machine, memory_gb)
+    apply_key_bindings()
+    planning = PlanningProcess(offline=offline)
+    request = PlanRequest(purpose, context, machine, memory_gb)
     try:
-        prepared = desk.start(wish)
+        preparation = planning.start(request)
         # The child imports the planner, while the screen is imported here.
         from localllm_tui.models_app import ModelsApp
 
         gc.enable()  # a screen stays open for long
-        prepared.result()
-        chosen = ModelsApp(desk, wish).run()
+        preparation.result()
+        chosen = ModelsApp(planning, request).run()
     finally:
-        desk.close()
+        planning.close()
     if chosen:
         from localllm.cli.commands.chat import chat
 

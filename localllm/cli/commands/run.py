@@ -23,7 +23,7 @@ import typer
 
 from localllm import paths
 from localllm.cli.commands.shared import ModelName, ServerKey, ServerUrl
-from localllm.cli.setting_options import takes
+from localllm.cli.setting_options import with_setting_options
 from localllm.errors import LocalLLMError, NotFoundError, UsageError
 from localllm.settings import Settings
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from localllm.cli.editors.recipes import ClientRecipe
 
 # Private folders in the home folder that an agent has no need to read.
-_SECRETS = (
+_SECRET_PATHS = (
     ".ssh",
     ".gnupg",
     ".aws",
@@ -44,7 +44,7 @@ _SECRETS = (
 )
 
 
-@takes("context", "lora")
+@with_setting_options("context", "lora")
 def run(
     agent: Annotated[
         str,
@@ -99,37 +99,37 @@ def run(
     if sandbox:
         _check_sandbox(folder)
     with ExitStack() as stack:
-        wanted = engines.Wanted(model, settings, url, api_key)
-        engine = engines.engine_for(stack, wanted, None, at_once=False)
+        request = engines.EngineRequest(model, settings, url, api_key)
+        engine = engines.engine_for(stack, request, None, at_once=False)
         if engine.unix_socket:
             raise UsageError(
                 "the running server listens on a Unix socket, which agents can't use",
                 hint="add --url",
             )
-        kept = tempfile.TemporaryDirectory(prefix="localllm-run-")
-        home = Path(stack.enter_context(kept)).resolve()
+        temporary_folder = tempfile.TemporaryDirectory(prefix="localllm-run-")
+        home = Path(stack.enter_context(temporary_folder)).resolve()
         target = target_of(engine.base_url, engine.model, engine.api_key)
         recipe = recipe_of(target, home)
         assert recipe.run is not None
         warn(recipe)
         command = [program, *recipe.run.command[1:], *(arguments or ())]
-        changed = {**recipe.environment, **recipe.run.environment}
+        environment = {**recipe.environment, **recipe.run.environment}
         if sandbox:
             command = sandboxed(command, folder, home)
-            changed |= {"HOME": str(home), "TMPDIR": str(home)}
-        recipe = _written(recipe, home)
-        _print_start(recipe, target.model, engine.base_url, changed)
+            environment |= {"HOME": str(home), "TMPDIR": str(home)}
+        recipe = _write_files(recipe, home)
+        _print_start(recipe, target.model, engine.base_url, environment)
         if sandbox:
             print(
                 f"  sandbox: writes only in {folder}; its own empty home; network access is open",
                 file=sys.stderr,
                 flush=True,
             )
-        code = _started(command, changed, process.without)
-    raise typer.Exit(code)
+        exit_code = _run_agent(command, environment, process.without)
+    raise typer.Exit(exit_code)
 
 
-def _written(recipe: ClientRecipe, home: Path) -> ClientRecipe:
+def _write_files(recipe: ClientRecipe, home: Path) -> ClientRecipe:
     """Write the files of the recipe that the program's command or environment refers to.
 
     Returns the recipe with only those files.
@@ -146,12 +146,12 @@ def _written(recipe: ClientRecipe, home: Path) -> ClientRecipe:
 
 
 def _print_start(
-    recipe: ClientRecipe, model: str, base_url: str, changed: Mapping[str, str]
+    recipe: ClientRecipe, model: str, base_url: str, environment: Mapping[str, str]
 ) -> None:
     assert recipe.run is not None
     lines = [f"{recipe.name} on {model} at {base_url}, for this process only"]
-    if changed:
-        lines.append(f"  variables: {', '.join(changed)}")
+    if environment:
+        lines.append(f"  variables: {', '.join(environment)}")
     if recipe.run.without:
         lines.append(f"  without: {', '.join(recipe.run.without)}")
     arguments = shlex.join(recipe.run.command[1:])
@@ -166,23 +166,27 @@ def _ignore_signal(_signal: int, _frame: object) -> None:
     """Ignore Ctrl-C here. The agent would inherit SIG_IGN, but not a handler."""
 
 
-def _started(command: Sequence[str], changed: Mapping[str, str], without: Sequence[str]) -> int:
+def _run_agent(
+    command: Sequence[str], environment: Mapping[str, str], removed: Sequence[str]
+) -> int:
     """Run `command` until it ends and return its exit code. The agent handles Ctrl-C."""
 
-    kept = {name: value for name, value in os.environ.items() if name not in without}
-    before = signal.signal(signal.SIGINT, _ignore_signal)
+    inherited = {name: value for name, value in os.environ.items() if name not in removed}
+    previous_handler = signal.signal(signal.SIGINT, _ignore_signal)
     try:
-        code = subprocess.run(command, env={**kept, **changed}, check=False).returncode
+        exit_code = subprocess.run(
+            command, env={**inherited, **environment}, check=False
+        ).returncode
     except OSError as e:
         raise LocalLLMError(
             f"{command[0]} can't be started: {e.strerror}",
             hint="reinstall it: its installation may be incomplete",
         ) from e
     finally:
-        signal.signal(signal.SIGINT, before)
-    if code >= 0:
-        return code
-    return 128 - code
+        signal.signal(signal.SIGINT, previous_handler)
+    if exit_code >= 0:
+        return exit_code
+    return 128 - exit_code
 
 
 def _check_sandbox(folder: Path) -> None:
@@ -206,8 +210,8 @@ def sandboxed(command: Sequence[str], folder: Path, home: Path) -> list[str]:
     It can't read folders with keys and passwords, and writes only below `folder` and `home`.
     """
 
-    places = [Path.home() / name for name in _SECRETS]
-    hidden = [place for place in places if place.exists()]
+    secret_paths = [Path.home() / name for name in _SECRET_PATHS]
+    hidden = [path for path in secret_paths if path.exists()]
     bwrap = shutil.which("bwrap")
     if bwrap is not None:
         return [bwrap, *_bwrap_options(folder, home, hidden), "--", *command]
@@ -228,24 +232,24 @@ def _bwrap_options(folder: Path, home: Path, hidden: Sequence[Path]) -> list[str
         "/tmp",
         "--unshare-pid",
     ]
-    for place in hidden:
-        if place.is_dir():
-            options += ["--tmpfs", str(place)]
+    for path in hidden:
+        if path.is_dir():
+            options += ["--tmpfs", str(path)]
         else:
-            options += ["--ro-bind", "/dev/null", str(place)]
-    for place in (folder, home):
-        options += ["--bind", str(place), str(place)]
+            options += ["--ro-bind", "/dev/null", str(path)]
+    for path in (folder, home):
+        options += ["--bind", str(path), str(path)]
     return [*options, "--chdir", str(folder), "--die-with-parent"]
 
 
 def _sandbox_profile(folder: Path, home: Path, hidden: Sequence[Path]) -> str:
     """Return the rules for macOS' sandbox-exec."""
-    writable = [_subpath(place.resolve()) for place in (folder, home, Path("/dev"))]
+    writable = [_subpath_rule(path.resolve()) for path in (folder, home, Path("/dev"))]
     rules = f"(allow default)(deny file-write*)(allow file-write* {' '.join(writable)})"
-    for place in hidden:
-        rules += f"(deny file-read* {_subpath(place)})"
+    for path in hidden:
+        rules += f"(deny file-read* {_subpath_rule(path)})"
     return f"(version 1){rules}"
 
 
-def _subpath(place: Path) -> str:
-    return f"(subpath {json.dumps(str(place))})"
+def _subpath_rule(path: Path) -> str:
+    return f"(subpath {json.dumps(str(path))})"

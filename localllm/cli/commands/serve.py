@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localllm.cli.commands.shared import installed_names
-from localllm.cli.setting_options import takes, with_flags
+from localllm.cli.setting_options import with_flags, with_setting_options
 from localllm.settings import Settings
 
 if TYPE_CHECKING:
     import asyncio
 
 
-@takes(*with_flags())
+@with_setting_options(*with_flags())
 def serve(
     models: Annotated[
         list[str] | None,
@@ -53,7 +53,7 @@ def serve(
     """
     import asyncio
 
-    from localllm.cli.serve.first_worker import started
+    from localllm.cli.serve.first_worker import worker_started
     from localllm.cli.serve.name_checks import check_names
     from localllm.library import names
 
@@ -61,7 +61,7 @@ def serve(
     names.check_not_empty(*named)
     if not settings.value("pool"):  # A pool's names are those of its servers.
         check_names(named, alias or ())
-    with started() as runner, suppress(asyncio.CancelledError):
+    with worker_started() as runner, suppress(asyncio.CancelledError):
         _serve(runner, settings, named, alias or [], new_key=new_key, quiet=quiet)
 
 
@@ -82,14 +82,17 @@ def _serve(
     from localllm.cli.serve.upstreams import check_prefill_servers
 
     check_prefill_servers(settings)
-    secured = server_settings(settings, new_key=new_key)
+    server_settings_used = server_settings(settings, new_key=new_key)
     if settings.value("pool"):
         from localllm.cli.serve.pool import serve_pool
 
-        runner.run(serve_pool(settings, secured, [*named, *aliases], quiet=quiet))
+        runner.run(serve_pool(settings, server_settings_used, [*named, *aliases], quiet=quiet))
         return
     # Bind the port before loading: a long load must not end in "address in use".
-    with listening(secured) as (socks, address), published(secured, port_of(socks)):
+    with (
+        listening(server_settings_used) as (socks, address),
+        published(server_settings_used, port_of(socks)),
+    ):
         router = router_of(named, aliases, settings)
         idle_s = 60.0 * settings.value("idle_unload_min")
         store = None
@@ -97,7 +100,7 @@ def _serve(
             store = LibraryStore(settings.value("offline"))
         serving = serve_until_stopped(
             router,
-            secured,
+            server_settings_used,
             socks,
             address,
             store=store,

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from localllm.cli.commands.shared import Json, print_json
-from localllm.cli.setting_options import takes
+from localllm.cli.setting_options import with_setting_options
 from localllm.errors import UsageError
 from localllm.plain_output import print_lines
 from localllm.settings import Settings
@@ -29,7 +29,7 @@ ManagerName = Annotated[
 
 
 @app.command()
-@takes("unix_socket")
+@with_setting_options("unix_socket")
 def install(
     models: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL]...", help="Models to serve.")
@@ -70,9 +70,9 @@ def install(
         # If a port is in use, the manager would only report that the server failed.
         with listening(server_settings(settings)):
             pass
-    if left_out := settings_of_this_terminal():
+    if shell_only := settings_of_this_terminal():
         print(
-            f"set only in this shell, so not for the service: {', '.join(left_out)} "
+            f"set only in this shell, so not for the service: {', '.join(shell_only)} "
             "(`localllm config set` stores a setting)",
             file=sys.stderr,
         )
@@ -91,11 +91,13 @@ def install(
 def status(as_json: Json = False, manager: ManagerName = None) -> None:
     """Show whether it runs. Exit code 3: not installed, 6: installed but not running."""
 
-    from localllm.cli.serve.running import running
+    from localllm.cli.serve.running import running_servers
     from localllm.cli.service_unit import manager_named, state_lines
 
     state = manager_named(manager).state()
-    address = next((server.address for server in running() if server.pid == state.pid), None)
+    address = next(
+        (server.address for server in running_servers() if server.pid == state.pid), None
+    )
     if as_json:
         print_json({**asdict(state), "address": address})
     else:
@@ -154,10 +156,10 @@ def uninstall(manager: ManagerName = None) -> None:
     """Stop the server and remove the service. Models, chats and settings stay."""
     from localllm.cli.service_unit import manager_named
 
-    gone = manager_named(manager).uninstall()
-    for path in gone:
+    removed = manager_named(manager).uninstall()
+    for path in removed:
         print(f"removed {path}", file=sys.stderr)
-    if not gone:
+    if not removed:
         print("there was no service", file=sys.stderr)
 
 
@@ -179,13 +181,13 @@ def run(
     """
 
     from localllm.cli.commands.serve import serve
-    from localllm.cli.service_unit import write_to
+    from localllm.cli.service_unit import redirect_output
 
     for pair in variable or []:
         name, _, value = pair.partition("=")
         os.environ[name] = value
     if log is not None:
-        write_to(log)
+        redirect_output(log)
     serve(models, unix_socket=unix)
 
 
@@ -195,7 +197,8 @@ def settle() -> None:
     ended."""
     from localllm.cli.service_unit import wait_for_workers
 
-    if left := wait_for_workers():
+    if n_killed := wait_for_workers():
         print(
-            f"{left} workers of the ended server did not exit, so they were killed", file=sys.stderr
+            f"{n_killed} workers of the ended server did not exit, so they were killed",
+            file=sys.stderr,
         )

@@ -98,7 +98,7 @@ def setup(
         builds.remove(remove)
         print(f"{remove} is removed; {builds.chosen()} runs")
     else:
-        machine, host, recipes = _wanted(device, engine, backend, rpc=rpc)
+        machine, host, recipes = _requested_recipes(device, engine, backend, rpc=rpc)
         if dry_run:
             _print_steps(lines(machine, recipes))
         else:
@@ -125,7 +125,7 @@ def _check(backend: str, engine: str, device: str, *, is_dry_run: bool) -> None:
         engine_setup.check(engine, backend)
 
 
-def _wanted(
+def _requested_recipes(
     device: str, engine: str, backend: str, *, rpc: bool
 ) -> tuple[Device, BuildHost, list[BuildRecipe]]:
     """Return the machine, its build tools, and the requested recipes."""
@@ -134,7 +134,7 @@ def _wanted(
     from localllm.cli import engine_setup
     from localllm.setup.recipes import of_release, with_archives, with_rpc
 
-    machine, host = _machine(device)
+    machine, host = _machine_and_host(device)
     if engine and not engine_setup.is_python_release(engine):
         if rpc:
             raise UsageError(
@@ -181,19 +181,19 @@ def lines(machine: Device, recipes: list[BuildRecipe]) -> list[str]:
     machine."""
     from localllm.setup import builds
 
-    out = [machine.name, *(f"  {found}" for found in _findings(machine))]
+    text_lines = [machine.name, *(f"  {finding}" for finding in _findings(machine))]
     for recipe in recipes:
-        out += _why(recipe, "  ")
-        out += [f"    $ {step.command()}" for step in recipe.steps]
-        out += [f"    note: {note}" for note in recipe.notes]
-        for other in recipe.otherwise:
-            out += _why(other, "    ", "else ")
+        text_lines += _recipe_lines(recipe, "  ")
+        text_lines += [f"    $ {step.command()}" for step in recipe.steps]
+        text_lines += [f"    note: {note}" for note in recipe.notes]
+        for fallback in recipe.otherwise:
+            text_lines += _recipe_lines(fallback, "    ", "else ")
         if recipe.name != builds.OWN and not recipe.into_environment:
-            out.append("    else the installed build stays in use")
-    return out
+            text_lines.append("    else the installed build stays in use")
+    return text_lines
 
 
-def _why(recipe: BuildRecipe, indent: str, lead: str = "") -> list[str]:
+def _recipe_lines(recipe: BuildRecipe, indent: str, lead: str = "") -> list[str]:
     title = recipe.title
     if recipe.takes:
         title += f" ({recipe.takes})"
@@ -207,19 +207,19 @@ def _findings(machine: Device) -> list[str]:
     For example, a driver that does not respond explains why no build is made.
     """
     lines = []
-    for found in machine.findings:
-        if found.fix.startswith("--"):
+    for finding in machine.findings:
+        if finding.fix.startswith("--"):
             continue  # a flag for plans
-        if found.level == "info" and not found.fix.startswith("localllm setup"):
+        if finding.level == "info" and not finding.fix.startswith("localllm setup"):
             continue
-        line = f"{found.level}: {found.message}"
-        if found.fix:
-            line += f" -> {found.fix}"
+        line = f"{finding.level}: {finding.message}"
+        if finding.fix:
+            line += f" -> {finding.fix}"
         lines.append(line)
     return lines
 
 
-def _machine(name: str) -> tuple[Device, BuildHost]:
+def _machine_and_host(name: str) -> tuple[Device, BuildHost]:
     """Return this machine or the named one, and its build tools."""
     from localllm.device.backend_view import ask_build
     from localllm.device.detect import hardware
@@ -241,8 +241,8 @@ def _set_up(
     from localllm.setup import chain, install
     from localllm.setup.builds import SetupError
 
-    for found in _findings(machine):
-        _report(found)
+    for finding in _findings(machine):
+        _print_progress(finding)
     if not host.version:
         raise SetupError(
             "llama-cpp-python is not installed in localllm's environment",
@@ -256,7 +256,7 @@ def _set_up(
         )
 
     source = engine_releases.source(ProgressLine(sys.stderr))
-    fetch = engine_setup.fetcher(source, machine, host, _report)
+    fetch = engine_setup.fetcher(source, machine, host, _print_progress)
     recipes = [engine_setup.resolved(recipe, source) for recipe in recipes]
 
     def accept_slower(reason: str) -> bool:
@@ -264,15 +264,15 @@ def _set_up(
 
     for recipe in recipes:
         if recipe.into_environment:
-            _report(f"{recipe.title} ({recipe.takes})")
-            install.make_in_environment(recipe, _report)
-            _report("MLX works")
+            _print_progress(f"{recipe.title} ({recipe.takes})")
+            install.make_in_environment(recipe, _print_progress)
+            _print_progress("MLX works")
         else:
             chain.choose_build(
                 recipe,
                 host,
                 model,
-                _report,
+                _print_progress,
                 again=again,
                 accept_slower=accept_slower,
                 fetch=fetch,
@@ -286,5 +286,5 @@ def _keep_slower(reason: str) -> bool:
     return typer.confirm(f"It works, but {reason}. Keep it anyway?", err=True)
 
 
-def _report(sentence: str) -> None:
+def _print_progress(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)

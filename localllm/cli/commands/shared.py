@@ -64,22 +64,24 @@ def calls_command(context: typer.Context, *, as_json: bool) -> bool:
     return True
 
 
-def table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
-    """Format rows with aligned columns. Columns numbered in `right` are right-aligned."""
+def table(rows: Sequence[tuple[str, ...]], right_aligned: tuple[int, ...] = ()) -> str:
+    """Format rows with aligned columns. Columns numbered in `right_aligned` are right-aligned."""
 
     columns = []
     for number, cells in enumerate(zip(*rows, strict=True)):
         texts = [plain(cell) for cell in cells]
         width = max(map(len, texts))
-        align = ">" if number in right else "<"
+        align = ">" if number in right_aligned else "<"
         columns.append([f"{text:{align}{width}}" for text in texts])
     return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
-def at_a_terminal() -> bool:
+def is_at_terminal() -> bool:
     """True if input and output are a terminal, including stderr, because screens are drawn on it
     too."""
-    return all(s is not None and s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr))
+    return all(
+        stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)
+    )
 
 
 def print_json(body: Any) -> None:

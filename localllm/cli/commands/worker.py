@@ -17,7 +17,7 @@ import typer
 
 from localllm.errors import BackendMissingError, UsageError
 
-RECIPE = (
+SAFER_SETUP = (
     "the protocol has no authentication and no encryption. Safer than an open port: keep the "
     "worker on loopback, and on the server run `ssh -N -L {port}:127.0.0.1:{port} THIS_MACHINE`, "
     "then --with 127.0.0.1:{port}; or use a WireGuard address as --host, with --allow for its peer"
@@ -48,7 +48,7 @@ def worker(
     if not is_loopback(host) and not allowed:
         raise UsageError(
             f"a worker on {host} without --allow would be open to everyone who can reach it",
-            hint=RECIPE.format(port=port),
+            hint=SAFER_SETUP.format(port=port),
         )
     if library_path("ggml-rpc") is None:
         raise BackendMissingError(
@@ -60,12 +60,12 @@ def worker(
     from localllm.cli import rpc_worker
 
     with suppress(KeyboardInterrupt):
-        asyncio.run(rpc_worker.run(host, port, allowed, threads, RECIPE.format(port=port)))
+        asyncio.run(rpc_worker.run(host, port, allowed, threads, SAFER_SETUP.format(port=port)))
 
 
 def networks(texts: Sequence[str]) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
     """Parse the networks of `--allow`. Raises UsageError, also for a network of all addresses."""
-    found = []
+    parsed = []
     for text in texts:
         try:
             network = ipaddress.ip_network(text, strict=False)
@@ -77,5 +77,5 @@ def networks(texts: Sequence[str]) -> tuple[ipaddress.IPv4Network | ipaddress.IP
             raise UsageError(
                 f"--allow {text} allows every address", hint="give the server's address"
             )
-        found.append(network)
-    return tuple(found)
+        parsed.append(network)
+    return tuple(parsed)

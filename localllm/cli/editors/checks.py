@@ -56,13 +56,13 @@ def run_checks(target: ClientTarget, probes: Iterable[Probe]) -> int:
     ) as client:
         for probe in probes:
             for check in checks(probe, target.model):
-                failures += not _passes(check, client)
+                failures += not _run_check(check, client)
     return failures
 
 
-def _passes(check: ClientCheck, client: httpx.Client) -> bool:
+def _run_check(check: ClientCheck, client: httpx.Client) -> bool:
     """Make the check's calls and print its line. Returns True if they succeeded."""
-    started = time.monotonic()
+    started_s = time.monotonic()
     error = ""
     try:
         check.run(client)
@@ -70,7 +70,7 @@ def _passes(check: ClientCheck, client: httpx.Client) -> bool:
         error = e.message
     except httpx.HTTPError as e:
         error = str(e) or type(e).__name__
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - started_s
     result = "FAILED" if error else "ok"
     print(f"{result:<7} {check.capability:<22} {seconds:5.1f} s  {error}")
     return not error
@@ -96,9 +96,9 @@ def checks(probe: Probe, model: str) -> tuple[ClientCheck, ...]:
 
 def _chat_checks(model: str) -> tuple[ClientCheck, ...]:
     body = {"model": model, "messages": _QUESTION, "max_tokens": 4}
-    streaming = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    stream_request = {**body, "stream": True, "stream_options": {"include_usage": True}}
     whole_answer = _call("POST", "/v1/chat/completions", body, '"finish_reason"')
-    stream = _call("POST", "/v1/chat/completions", streaming, '"prompt_tokens"')
+    stream = _call("POST", "/v1/chat/completions", stream_request, '"prompt_tokens"')
     return ClientCheck("whole answer", whole_answer), ClientCheck("streamed answer", stream)
 
 
@@ -112,10 +112,10 @@ def _responses_checks(model: str) -> tuple[ClientCheck, ...]:
 
 
 def _messages_checks(model: str) -> tuple[ClientCheck, ...]:
-    counted = {"model": model, "messages": _QUESTION}
-    streaming = {**counted, "max_tokens": 4, "stream": True}
-    stream = _call("POST", "/v1/messages", streaming, "message_stop")
-    count = _call("POST", "/v1/messages/count_tokens", counted, "input_tokens")
+    count_request = {"model": model, "messages": _QUESTION}
+    stream_request = {**count_request, "max_tokens": 4, "stream": True}
+    stream = _call("POST", "/v1/messages", stream_request, "message_stop")
+    count = _call("POST", "/v1/messages/count_tokens", count_request, "input_tokens")
     return (
         ClientCheck("message stream", stream),
         ClientCheck("token count", count),
@@ -139,38 +139,40 @@ def _call(
     method: str, path: str, body: Mapping[str, Any] | None, contains: str
 ) -> Callable[[httpx.Client], None]:
     def run(client: httpx.Client) -> None:
-        answer = _taken(client.request(method, path, json=body))
+        answer = _checked_reply(client.request(method, path, json=body))
         if contains not in answer.text:
             raise BackendError(f"the answer lacks {contains}")
 
     return run
 
 
-def _taken(reply: httpx.Response) -> httpx.Response:
+def _checked_reply(reply: httpx.Response) -> httpx.Response:
     """Return `reply`. Raises BackendError if it is an HTTP error."""
     if not reply.is_success:
         raise BackendError(f"{reply.status_code}: {reply.text[:200]}")
     return reply
 
 
-def _posted(client: httpx.Client, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _post_streamed(
+    client: httpx.Client, path: str, body: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """Return the JSON objects of a streamed answer, from event data or from JSON lines."""
-    text = _taken(client.post(path, json=body)).text
+    text = _checked_reply(client.post(path, json=body)).text
     lines = [line.removeprefix("data:").strip() for line in text.split("\n")]
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def _chat_loop(client: httpx.Client, model: str) -> None:
     tools = [{"type": "function", "function": _NOTE}]
-    ask = {"model": model, "tools": tools, "stream": True}
-    forced = {
-        **ask,
+    base_request = {"model": model, "tools": tools, "stream": True}
+    forced_request = {
+        **base_request,
         "messages": _TOOL_QUESTION,
         "tool_choice": "required",
         "max_tokens": _CALL_TOKENS,
     }
     call: dict[str, str] = {"id": "", "name": "", "arguments": ""}
-    for event in _posted(client, "/v1/chat/completions", forced):
+    for event in _post_streamed(client, "/v1/chat/completions", forced_request):
         for choice in event.get("choices", ()):
             for part in choice["delta"].get("tool_calls") or ():
                 call["id"] += part.get("id") or ""
@@ -178,34 +180,54 @@ def _chat_loop(client: httpx.Client, model: str) -> None:
                 call["arguments"] += part["function"].get("arguments") or ""
     _check_call(call["name"], call["arguments"])
     function = {"name": call["name"], "arguments": call["arguments"]}
-    made = {
+    call_message = {
         "role": "assistant",
         "content": None,
         "tool_calls": [{"id": call["id"], "type": "function", "function": function}],
     }
     result = {"role": "tool", "tool_call_id": call["id"], "content": _RESULT}
-    back = {**ask, "messages": [*_TOOL_QUESTION, made, result], "max_tokens": _ANSWER_TOKENS}
-    events = _posted(client, "/v1/chat/completions", back)
+    result_request = {
+        **base_request,
+        "messages": [*_TOOL_QUESTION, call_message, result],
+        "max_tokens": _ANSWER_TOKENS,
+    }
+    events = _post_streamed(client, "/v1/chat/completions", result_request)
     choices = chain.from_iterable(event.get("choices", ()) for event in events)
     _check_end(any(choice.get("finish_reason") for choice in choices))
 
 
 def _responses_loop(client: httpx.Client, model: str) -> None:
-    ask = {"model": model, "tools": [{"type": "function", **_NOTE}], "stream": True, "store": False}
-    forced = {
-        **ask,
+    base_request = {
+        "model": model,
+        "tools": [{"type": "function", **_NOTE}],
+        "stream": True,
+        "store": False,
+    }
+    forced_request = {
+        **base_request,
         "input": _TOOL_QUESTION,
         "tool_choice": "required",
         "max_output_tokens": _CALL_TOKENS,
     }
-    events = _posted(client, "/v1/responses", forced)
-    items = [e["item"] for e in events if e.get("type") == "response.output_item.done"]
-    call = next((i for i in items if i["type"] == "function_call"), {"name": "", "arguments": ""})
+    events = _post_streamed(client, "/v1/responses", forced_request)
+    items = [event["item"] for event in events if event.get("type") == "response.output_item.done"]
+    call = next(
+        (item for item in items if item["type"] == "function_call"), {"name": "", "arguments": ""}
+    )
     _check_call(call["name"], call["arguments"])
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": _RESULT}
-    back = {**ask, "input": [*_TOOL_QUESTION, *items, result], "max_output_tokens": _ANSWER_TOKENS}
-    ends = ("response.completed", "response.incomplete")
-    _check_end(any(e.get("type") in ends for e in _posted(client, "/v1/responses", back)))
+    result_request = {
+        **base_request,
+        "input": [*_TOOL_QUESTION, *items, result],
+        "max_output_tokens": _ANSWER_TOKENS,
+    }
+    final_types = ("response.completed", "response.incomplete")
+    _check_end(
+        any(
+            event.get("type") in final_types
+            for event in _post_streamed(client, "/v1/responses", result_request)
+        )
+    )
 
 
 def _messages_loop(client: httpx.Client, model: str) -> None:
@@ -214,15 +236,15 @@ def _messages_loop(client: httpx.Client, model: str) -> None:
         "description": _NOTE["description"],
         "input_schema": _NOTE["parameters"],
     }
-    ask = {"model": model, "tools": [tool], "stream": True}
-    forced = {
-        **ask,
+    base_request = {"model": model, "tools": [tool], "stream": True}
+    forced_request = {
+        **base_request,
         "messages": _TOOL_QUESTION,
         "tool_choice": {"type": "any"},
         "max_tokens": _CALL_TOKENS,
     }
     name = call_id = arguments = ""
-    for event in _posted(client, "/v1/messages", forced):
+    for event in _post_streamed(client, "/v1/messages", forced_request):
         block = event.get("content_block", {})
         delta = event.get("delta", {})
         if block.get("type") == "tool_use":
@@ -230,44 +252,44 @@ def _messages_loop(client: httpx.Client, model: str) -> None:
             call_id = block["id"]
         arguments += delta.get("partial_json", "")
     _check_call(name, arguments)
-    made = {"type": "tool_use", "id": call_id, "name": name, "input": json.loads(arguments)}
+    call_block = {"type": "tool_use", "id": call_id, "name": name, "input": json.loads(arguments)}
     result = {"type": "tool_result", "tool_use_id": call_id, "content": _RESULT}
     turns = [
         *_TOOL_QUESTION,
-        {"role": "assistant", "content": [made]},
+        {"role": "assistant", "content": [call_block]},
         {"role": "user", "content": [result]},
     ]
-    back = {**ask, "messages": turns, "max_tokens": _ANSWER_TOKENS}
-    events = _posted(client, "/v1/messages", back)
+    result_request = {**base_request, "messages": turns, "max_tokens": _ANSWER_TOKENS}
+    events = _post_streamed(client, "/v1/messages", result_request)
     _check_end(any(e.get("type") == "message_stop" for e in events))
 
 
 def _ollama_loop(client: httpx.Client, model: str) -> None:
-    ask = {"model": model, "tools": [{"type": "function", "function": _NOTE}]}
+    base_request = {"model": model, "tools": [{"type": "function", "function": _NOTE}]}
     # Ollama's API has no field that forces a call. This one is our addition.
-    forced = {
-        **ask,
+    forced_request = {
+        **base_request,
         "messages": _TOOL_QUESTION,
         "tool_choice": "required",
         "options": {"num_predict": _CALL_TOKENS},
     }
-    lines = _posted(client, "/api/chat", forced)
+    lines = _post_streamed(client, "/api/chat", forced_request)
     calls = chain.from_iterable(line.get("message", {}).get("tool_calls", ()) for line in lines)
     call = next(calls, {"function": {"name": "", "arguments": ""}})
     _check_call(call["function"]["name"], json.dumps(call["function"]["arguments"]))
-    made = {"role": "assistant", "content": "", "tool_calls": [call]}
+    call_message = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {
         "role": "tool",
         "tool_call_id": call["id"],
         "tool_name": _NOTE["name"],
         "content": _RESULT,
     }
-    back = {
-        **ask,
-        "messages": [*_TOOL_QUESTION, made, result],
+    result_request = {
+        **base_request,
+        "messages": [*_TOOL_QUESTION, call_message, result],
         "options": {"num_predict": _ANSWER_TOKENS},
     }
-    lines = _posted(client, "/api/chat", back)
+    lines = _post_streamed(client, "/api/chat", result_request)
     for line in lines:
         if "error" in line:
             raise BackendError(line["error"])
@@ -281,13 +303,13 @@ def _check_call(name: str, arguments: str) -> None:
     if name != _NOTE["name"]:
         raise BackendError(f"the model called {name!r} instead of the given tool")
     try:
-        given = json.loads(arguments)
+        parsed_arguments = json.loads(arguments)
     except ValueError:
         raise BackendError(f"the call's arguments are not JSON: {arguments[:80]!r}") from None
-    if not (isinstance(given, dict) and isinstance(given.get("text"), str)):
+    if not (isinstance(parsed_arguments, dict) and isinstance(parsed_arguments.get("text"), str)):
         raise BackendError(f"the call's arguments lack the text: {arguments[:80]!r}")
 
 
-def _check_end(ended: bool) -> None:
-    if not ended:
+def _check_end(has_ended: bool) -> None:
+    if not has_ended:
         raise BackendError("the answer after the tool's result has no finish reason")

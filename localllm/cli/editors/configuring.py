@@ -38,23 +38,23 @@ def target_of(base_url: str, model: str | None, api_key: str | None) -> ClientTa
                 f"{name[:100]!a}",
                 hint="connect to a server that you trust",
             )
-    embeds = _with_capability(served, "embedding")
+    embedding_models = _with_capability(served, "embedding")
     if model is None:
-        chats = [name for name in served if name not in embeds]
-        model = next(iter(chats), None)
+        chat_models = [name for name in served if name not in embedding_models]
+        model = next(iter(chat_models), None)
     if model is None or model not in served:
         raise NotFoundError(f"the server serves {', '.join(served) or 'nothing'}, not {model!r}")
     physics = served[model].get("physics") or {}
     # Autocomplete uses a served model that can fill in, even if the chat model can't.
-    fills = _with_capability(served, "insert")
-    others = [name for name in fills if name != model]
+    fill_in_models = _with_capability(served, "insert")
+    other_fill_in_models = [name for name in fill_in_models if name != model]
     return ClientTarget(
         base_url.removesuffix("/v1"),
         model,
         int(served[model].get("context_length") or 4096),
         api_key,
-        next(iter([*others, *fills]), None),
-        next(iter(embeds), None),
+        next(iter([*other_fill_in_models, *fill_in_models]), None),
+        next(iter(embedding_models), None),
         max_context=int(physics.get("max_context") or 0),
     )
 
@@ -152,8 +152,8 @@ def write_file(file: ConfigFile) -> str:
 
 def _is_ours(path: Path, old: str, new: str) -> bool:
     """True if `old` was written here: it differs from `new` only in numbers, such as the context."""
-    same = _NUMBER.sub("0", old) == _NUMBER.sub("0", new)
-    return same or path.name == "localllm.config.toml"
+    same_but_numbers = _NUMBER.sub("0", old) == _NUMBER.sub("0", new)
+    return same_but_numbers or path.name == "localllm.config.toml"
 
 
 def outdated_numbers(file: ConfigFile) -> list[tuple[str, str]]:
@@ -179,8 +179,8 @@ def _changed_numbers(old: Any, new: Any) -> Iterator[tuple[str, str]]:
         for key in old.keys() & new.keys():
             yield from _changed_numbers(old[key], new[key])
     elif isinstance(old, list) and isinstance(new, list):
-        for one, other in zip(old, new, strict=False):
-            yield from _changed_numbers(one, other)
+        for old_item, new_item in zip(old, new, strict=False):
+            yield from _changed_numbers(old_item, new_item)
     elif type(old) is int and type(new) is int and old != new:
         yield str(old), str(new)
 
@@ -202,11 +202,11 @@ def _merged(file: ConfigFile, old: str | None) -> Any:
     if not key:
         return deep_merge(value, file.merge)
     replaced = {entry[key] for entry in file.merge}
-    kept = []
+    other_entries = []
     for entry in value:
         if not isinstance(entry, dict) or entry.get(key) not in replaced:
-            kept.append(entry)
-    return [*kept, *file.merge]
+            other_entries.append(entry)
+    return [*other_entries, *file.merge]
 
 
 def deep_merge(old: Any, new: Any) -> Any:

@@ -26,7 +26,7 @@ Shell = Literal["sh", "powershell"]
 
 # Claude Code treats a smaller window as an error.
 _MIN_COMPACT_WINDOW = 100_000
-_PLACE = re.compile(r"\{([?!]?)([a-z_]+)(:json|:word)?\}")
+_PLACEHOLDER = re.compile(r"\{([?!]?)([a-z_]+)(:json|:word)?\}")
 # PowerShell treats typographic quotes as single quotes (about_Quoting_Rules).
 _POWERSHELL_QUOTE = re.compile("(['\u2018\u2019\u201a\u201b])")
 
@@ -172,10 +172,10 @@ def assignment(name: str, value: str, shell: Shell) -> str:
     return f"export {name}={word}"
 
 
-def _filled(text: str, known: Mapping[str, Any]) -> str | None:
+def _fill_in(text: str, place_values: Mapping[str, Any]) -> str | None:
     """Fill in the placeholders of `text`. Returns None if the text is to be left out."""
-    for sign, name, _ in _PLACE.findall(text):
-        if (known[name] is None) != (sign == "!"):
+    for sign, name, _ in _PLACEHOLDER.findall(text):
+        if (place_values[name] is None) != (sign == "!"):
             return None
 
     def value(place: re.Match[str]) -> str:
@@ -183,87 +183,94 @@ def _filled(text: str, known: Mapping[str, Any]) -> str | None:
         if sign:
             return ""
         if form == ":word":
-            return quoted(str(known[name]), known["shell"])
+            return quoted(str(place_values[name]), place_values["shell"])
         if form:
-            return json.dumps(known[name])
-        return str(known[name])
+            return json.dumps(place_values[name])
+        return str(place_values[name])
 
-    return _PLACE.sub(value, text)
+    return _PLACEHOLDER.sub(value, text)
 
 
-def _filled_json(value: Any, known: Mapping[str, Any]) -> Any:
+def _fill_in_json(value: Any, place_values: Mapping[str, Any]) -> Any:
     if isinstance(value, dict):
-        return {_filled(k, known): _filled_json(v, known) for k, v in value.items()}
+        return {
+            _fill_in(key, place_values): _fill_in_json(item, place_values)
+            for key, item in value.items()
+        }
     if isinstance(value, list):
-        return [_filled_json(v, known) for v in value]
+        return [_fill_in_json(item, place_values) for item in value]
     if not isinstance(value, str):
         return value
-    placeholder = _PLACE.fullmatch(value)
+    placeholder = _PLACEHOLDER.fullmatch(value)
     if placeholder:
-        return known[placeholder[2]]
-    return _filled(value, known)
+        return place_values[placeholder[2]]
+    return _fill_in(value, place_values)
 
 
-def _filled_texts(texts: Iterable[str], known: Mapping[str, Any]) -> tuple[str, ...]:
-    filled = [_filled(text, known) for text in texts]
+def _fill_in_texts(texts: Iterable[str], place_values: Mapping[str, Any]) -> tuple[str, ...]:
+    filled = [_fill_in(text, place_values) for text in texts]
     return tuple(text for text in filled if text is not None)
 
 
-def _file(entry: Mapping[str, Any], known: Mapping[str, Any], home: Path) -> ConfigFile:
+def _file(entry: Mapping[str, Any], place_values: Mapping[str, Any], home: Path) -> ConfigFile:
     path = home / entry["path"]
     if "text" in entry:
         parts = [part.lstrip("\n") for part in entry["text"]]
-        return ConfigFile(path, text="".join(_filled_texts(parts, known)))
-    merge = _filled_json(json.loads(entry["json"]), known)
+        return ConfigFile(path, text="".join(_fill_in_texts(parts, place_values)))
+    merge = _fill_in_json(json.loads(entry["json"]), place_values)
     return ConfigFile(path, merge, merge_list_by=entry.get("merge_list_by", ""))
 
 
 def _recipe(
     entry: Mapping[str, Any], measured: Mapping[str, Any], target: ClientTarget, home: Path
 ) -> ClientRecipe:
-    known = values(target)
+    place_values = values(target)
     files: tuple[ConfigFile, ...] = ()
     if "file" in entry:
-        file = _file(entry["file"], known, home)
+        file = _file(entry["file"], place_values, home)
         files = (file,)
-        known |= {"file": str(file.path), "folder": str(file.path.parent)}
+        place_values |= {"file": str(file.path), "folder": str(file.path.parent)}
     run = None
     if "run" in entry:
-        alone = entry["run"]
-        command = _filled_texts(alone["command"], known)
-        run = ProcessSettings(command, _variables(alone, known), tuple(alone.get("without", ())))
+        run_entry = entry["run"]
+        command = _fill_in_texts(run_entry["command"], place_values)
+        run = ProcessSettings(
+            command, _variables(run_entry, place_values), tuple(run_entry.get("without", ()))
+        )
     return ClientRecipe(
         entry["name"],
         files,
-        _filled_texts(entry.get("steps", ()), known),
+        _fill_in_texts(entry.get("steps", ()), place_values),
         tuple(entry.get("probes", ("models", "chat"))),
-        _variables(entry, known),
+        _variables(entry, place_values),
         measured.get("version", ""),
         run,
         _context_warning(entry["name"], int(measured.get("own_prompt_tokens", 0)), target),
     )
 
 
-def _context_warning(name: str, prompt: int, target: ClientTarget) -> str:
-    """Return a warning if the program's own prompt, of `prompt` tokens, is longer than the
+def _context_warning(name: str, prompt_tokens: int, target: ClientTarget) -> str:
+    """Return a warning if the program's own prompt, of `prompt_tokens` tokens, is longer than the
     context."""
-    if not prompt or target.n_ctx >= prompt + target.answer_tokens:
+    if not prompt_tokens or target.n_ctx >= prompt_tokens + target.answer_tokens:
         return ""
-    most = target.max_context or 2 * prompt
-    wanted = f"serve with --context {min(2 * prompt, most)}"
-    if most < prompt + target.answer_tokens:
-        wanted = "use another agent or model: no --context is large enough"
+    max_context = target.max_context or 2 * prompt_tokens
+    advice = f"serve with --context {min(2 * prompt_tokens, max_context)}"
+    if max_context < prompt_tokens + target.answer_tokens:
+        advice = "use another agent or model: no --context is large enough"
     if target.max_context:
-        wanted += f" ({target.max_context} is the largest that the model and the memory allow)"
+        advice += f" ({target.max_context} is the largest that the model and the memory allow)"
     return (
-        f"{name}'s own prompt has about {prompt} tokens, but {target.model} is served "
-        f"with a context of {target.n_ctx}: {wanted}"
+        f"{name}'s own prompt has about {prompt_tokens} tokens, but {target.model} is served "
+        f"with a context of {target.n_ctx}: {advice}"
     )
 
 
-def _variables(entry: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, str]:
-    filled = {k: _filled(v, known) for k, v in entry.get("environment", {}).items()}
-    return {k: v for k, v in filled.items() if v is not None}
+def _variables(entry: Mapping[str, Any], place_values: Mapping[str, Any]) -> dict[str, str]:
+    filled = {
+        name: _fill_in(text, place_values) for name, text in entry.get("environment", {}).items()
+    }
+    return {name: text for name, text in filled.items() if text is not None}
 
 
 def recipe_named(
@@ -274,8 +281,8 @@ def recipe_named(
     Raises NotFoundError with the closest match. `to_run`: the error names only the clients that
     `localllm run` can start.
     """
-    found = RECIPES.get(name.lower()) or _BY_PROGRAM.get(name.lower())
-    if found is None:
+    recipe = RECIPES.get(name.lower()) or _BY_PROGRAM.get(name.lower())
+    if recipe is None:
         names = [*RECIPES]
         if to_run:
             names = [name for name, entry in _ENTRIES.items() if "run" in entry]
@@ -285,7 +292,7 @@ def recipe_named(
             hints.append(f"`run` starts coding agents; `localllm chat {name}` chats with a model")
         hint = " ".join(hints) or None
         raise NotFoundError(f"no recipe for {name!r}; known: {', '.join(names)}", hint=hint)
-    return found
+    return recipe
 
 
 def _package_text(name: str) -> str:
@@ -293,9 +300,9 @@ def _package_text(name: str) -> str:
 
 
 _ENTRIES = tomllib.loads(_package_text("recipes.toml"))
-_RUNS = json.loads(_package_text("client_runs.json"))
+_CLIENT_RUNS = json.loads(_package_text("client_runs.json"))
 RECIPES: Mapping[str, Callable[[ClientTarget, Path], ClientRecipe]] = {
-    name: partial(_recipe, entry, _RUNS.get(name, {})) for name, entry in _ENTRIES.items()
+    name: partial(_recipe, entry, _CLIENT_RUNS.get(name, {})) for name, entry in _ENTRIES.items()
 }
 _BY_PROGRAM = {
     entry["name"].lower().replace(" ", "-"): RECIPES[name] for name, entry in _ENTRIES.items()

@@ -52,7 +52,7 @@ class PlanQuery(NamedTuple):
         answer = self._recommended(self.machine, self.overrides, detailed=detailed)
         machine = self.machine
         if self.as_json:
-            page.out([view.json_text(answer, machine)])
+            page.print_page([view.json_text(answer, machine)])
             return
         shown = view.table(
             answer,
@@ -61,8 +61,8 @@ class PlanQuery(NamedTuple):
             installed=self._installed(answer.plans),
             listings_days=age_days(user_folder()),
         )
-        page.out([*self._arithmetic(answer.plans), *shown])
-        page.out(engine_builds.note(machine, answer.plans))
+        page.print_page([*self._arithmetic(answer.plans), *shown])
+        page.print_page(engine_builds.note(machine, answer.plans))
 
     def for_model(self, model: Model, quant: str) -> None:
         """Print every variant of one model, whether it fits or not. Raises ModelNotFoundError."""
@@ -79,27 +79,31 @@ class PlanQuery(NamedTuple):
                 f"{model.name} has no files that this machine's engines can read",
                 hint=reason or "see `localllm models info`",
             )
-        fitting = [p for p in plans if p.fits != "no"]
+        fitting = [plan for plan in plans if plan.fits != "no"]
         best = max(fitting, key=attrgetter("score"), default=None)
         if best is not None:
-            rough = best
-            best = planner.detailed_plan(machine, rough, self.catalog.models, workload, overrides)
-            plans = [best if p is rough else p for p in plans]
+            best_estimate = best
+            best = planner.detailed_plan(
+                machine, best_estimate, self.catalog.models, workload, overrides
+            )
+            plans = [best if plan is best_estimate else plan for plan in plans]
         if self.as_json:
-            page.out([view.json_text(Recommendation(tuple(plans), (), workload), machine)])
+            page.print_page([view.json_text(Recommendation(tuple(plans), (), workload), machine)])
             return
         shown = view.model_table(model, plans, machine, installed=self._installed(plans))
-        page.out([*self._arithmetic([best or plans[0]]), *shown])
+        page.print_page([*self._arithmetic([best or plans[0]]), *shown])
         if best is not None:
-            page.out(
-                view.further(best, f"about {best.variant.quant}, the best variant on this machine:")
+            page.print_page(
+                view.reasons_of(
+                    best, f"about {best.variant.quant}, the best variant on this machine:"
+                )
             )
 
     def side_by_side(self, names: Sequence[str]) -> None:
         """Print the answers for the named machines. A single one is compared with the current
         machine."""
         machines = [candidates.device_named(name, None, None) for name in names]
-        known = [
+        overrides_of = [
             replace(
                 candidates.overrides_for(machine, self.catalog),
                 sees=self.overrides.sees,
@@ -109,17 +113,20 @@ class PlanQuery(NamedTuple):
         ]
         if len(names) == 1:
             machines = [self.machine, *machines]
-            known = [self.overrides, *known]
-        answers = [self._recommended(d, o) for d, o in zip(machines, known, strict=True)]
+            overrides_of = [self.overrides, *overrides_of]
+        answers = [
+            self._recommended(d, overrides)
+            for d, overrides in zip(machines, overrides_of, strict=True)
+        ]
 
         def plan_on(number: int, model: Model) -> Plan | None:
             answer = planner.recommend(
-                machines[number], [model], self.workload, overrides=known[number]
+                machines[number], [model], self.workload, overrides=overrides_of[number]
             )
             return next(iter(answer.plans), None)
 
         shown = machines_view.comparison(machines, answers, plan_on, as_json=self.as_json)
-        page.out(shown)
+        page.print_page(shown)
 
     def long_context(self, tokens: str, reference: str | None, *, offline: bool) -> None:
         """Print what makes so many tokens of context fit, for one model or the first pick.
@@ -130,23 +137,23 @@ class PlanQuery(NamedTuple):
         from localllm.library.describe import describe
         from localllm.planner import long_context
 
-        wanted = context_view.tokens_of(tokens)
+        n_tokens = context_view.tokens_of(tokens)
         model = None
         if reference is not None:
             model, _ = describe(reference, self.catalog, offline=offline)
         models = self.catalog.models
-        found = long_context.find(
-            self.machine, name_lookup.everything(), models, model, wanted, self.overrides
+        answer = long_context.find(
+            self.machine, name_lookup.everything(), models, model, n_tokens, self.overrides
         )
-        if found is None:
+        if answer is None:
             raise ModelNotFoundError(
                 "no model of the catalog fits this machine",
                 hint="name a model: localllm recommend -m MODEL --fits 256k",
             )
         if self.as_json:
-            page.out([context_view.as_json(found)])
+            page.print_page([context_view.as_json(answer)])
             return
-        page.out(context_view.lines(self.machine, found))
+        page.print_page(context_view.lines(self.machine, answer))
 
     def roofline(self, files: Sequence[str] | None) -> None:
         """Print the roofline chart of the recommended plans, or write it to a file."""
@@ -155,7 +162,7 @@ class PlanQuery(NamedTuple):
         plans = self._recommended(self.machine, self.overrides).plans
         picture = roofline.of(self.machine, list(plans))
         if not files:
-            page.out(roofline.text(picture))
+            page.print_page(roofline.text(picture))
             return
         target = Path(files[0]).with_suffix(".svg")
         paths.write_text(target, roofline.svg(picture))
@@ -229,7 +236,7 @@ class KnownMachines(NamedTuple):
         reach = planner.reaching(
             name_lookup.everything(), model, self.workload, tok_s, overrides=self.overrides
         )
-        page.out(machines_view.reach(model, tok_s, reach, as_json=self.as_json))
+        page.print_page(machines_view.reach(model, tok_s, reach, as_json=self.as_json))
 
     def _on_sale(self, budget_usd: float, models: Sequence[Model]) -> None:
         from localllm.cli.recommend import budget_view
@@ -238,4 +245,4 @@ class KnownMachines(NamedTuple):
         shown = budget_view.answer(
             budget_usd, readers, self.workload, self.overrides, as_json=self.as_json
         )
-        page.out(shown)
+        page.print_page(shown)

@@ -20,7 +20,7 @@ from localllm.planner.starting_settings import Overrides
 from localllm.planner.types import Plan, Workload
 from localllm_catalog.types import Model
 
-_SHOWN = 12
+_MAX_SHOWN = 12
 # Columns of a row without the names of machine and model and without the quant.
 _FIGURE_COLUMNS = 30
 _QUANT_COLUMNS = 12
@@ -54,14 +54,14 @@ def answer(
     offers = ranked(machines, models, workload, overrides, show)
     line.show("")
     if as_json:
-        found = [_as_json(offer) for offer in offers]
-        return [ascii_json({"budget_usd": budget_usd, "machines": found})]
+        rows = [_as_json(offer) for offer in offers]
+        return [ascii_json({"budget_usd": budget_usd, "machines": rows})]
     return _lines(budget_usd, offers, workload)
 
 
 def _as_json(offer: PricedMachine) -> dict[str, Any]:
     price = offer.price
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "device": offer.device.name,
         "price_usd": price.usd,
         "price_of": price.of,
@@ -71,7 +71,7 @@ def _as_json(offer: PricedMachine) -> dict[str, Any]:
     }
     plan = offer.plan
     if plan is not None:
-        found |= {
+        fields |= {
             "model": plan.model.id,
             "quant": plan.variant.quant,
             "backend": plan.backend,
@@ -79,20 +79,22 @@ def _as_json(offer: PricedMachine) -> dict[str, Any]:
             "tok_s": [round(plan.stream_range.low, 1), round(plan.stream_range.high, 1)],
             "ttft_s": round(plan.ttft_s.value, 2),
         }
-    return found
+    return fields
 
 
 def _lines(budget_usd: float, offers: Sequence[PricedMachine], workload: Workload) -> list[str]:
     purpose = scoring.need_of(workload).purpose_text
-    most = _dollars(budget_usd)
-    lines = paragraph(f"Machines up to {most} for {purpose}, best first, each with its first model")
-    shown = offers[:_SHOWN]
+    budget = _dollars(budget_usd)
+    lines = paragraph(
+        f"Machines up to {budget} for {purpose}, best first, each with its first model"
+    )
+    shown = offers[:_MAX_SHOWN]
     table = _MachineTable(shown)
     lines.append(table.head())
     lines += [table.row(number, offer) for number, offer in enumerate(shown, 1)]
-    more = len(offers) - len(shown)
-    if more > 0:
-        lines.append(f"  … and {more} more (--json lists all)")
+    n_more = len(offers) - len(shown)
+    if n_more > 0:
+        lines.append(f"  … and {n_more} more (--json lists all)")
     lines.append("")
     if any(offer.price.is_of_card for offer in shown):
         lines += paragraph("+ the card alone, at its launch price; the computer costs extra")
@@ -107,12 +109,12 @@ class _MachineTable:
 
     def __init__(self, offers: Sequence[PricedMachine]) -> None:
         self._with_quant = width() >= _MIN_QUANT_WIDTH
-        free = width() - _FIGURE_COLUMNS
+        free_columns = width() - _FIGURE_COLUMNS
         if self._with_quant:
-            free -= _QUANT_COLUMNS + 1
+            free_columns -= _QUANT_COLUMNS + 1
         longest = max(len(offer.device.name) for offer in offers)
-        self._machine = min(longest, free * 3 // 5)
-        self._model = free - self._machine
+        self._machine = min(longest, free_columns * 3 // 5)
+        self._model = free_columns - self._machine
 
     def head(self) -> str:
         quant = f"{'quant':{_QUANT_COLUMNS}} " if self._with_quant else ""

@@ -21,9 +21,9 @@ from localllm.planner.cluster import ClusterPlan, Link, SharedPlan
 from localllm.planner.starting_settings import context_for
 from localllm.planner.types import RunSettings, Workload
 
-_COUNTED = re.compile(r"(\d+)\s*(?:x|×|\*)\s*(.+)", re.IGNORECASE)
+_COUNT_AND_NAME = re.compile(r"(\d+)\s*(?:x|×|\*)\s*(.+)", re.IGNORECASE)
 _MAX_MACHINES = 32
-_PARTS = {2: "half", 3: "third", 4: "quarter"}
+_PART_NAMES = {2: "half", 3: "third", 4: "quarter"}
 
 
 def machines(text: str) -> list[Device]:
@@ -31,9 +31,9 @@ def machines(text: str) -> list[Device]:
 
     Raises UsageError and DeviceNotFoundError.
     """
-    found: list[Device] = []
+    devices: list[Device] = []
     for part in text.split("+"):
-        match = _COUNTED.fullmatch(part.strip())
+        match = _COUNT_AND_NAME.fullmatch(part.strip())
         count = 1
         name = part.strip()
         if match is not None:
@@ -43,8 +43,8 @@ def machines(text: str) -> list[Device]:
             raise UsageError(
                 f"{part.strip()!r}: the number of machines must be from 1 to {_MAX_MACHINES}"
             )
-        found += [resolve(name)] * count
-    return found
+        devices += [resolve(name)] * count
+    return devices
 
 
 # The fastest port of machines that are connected to each other, by a pattern of the name.
@@ -52,7 +52,7 @@ _PORTS = (
     (re.compile(r"gb10|dgx spark", re.IGNORECASE), "connectx7"),
     (re.compile(r"\bm\d+ (pro|max|ultra)\b", re.IGNORECASE), "thunderbolt5"),
 )
-_ANY_PORT = "10gbe"
+_DEFAULT_PORT = "10gbe"
 
 
 def usual_link(device: str) -> str | None:
@@ -60,18 +60,18 @@ def usual_link(device: str) -> str | None:
 
     Returns None if `device` names a single computer, with any number of cards.
     """
-    if "+" not in device and _COUNTED.fullmatch(device.strip()) is None:
+    if "+" not in device and _COUNT_AND_NAME.fullmatch(device.strip()) is None:
         return None
     try:
-        boxes = machines(device)
+        devices = machines(device)
     except (DeviceNotFoundError, UsageError):
         return None
-    if len(boxes) < 2 or any(box.kind == "discrete" for box in boxes):
+    if len(devices) < 2 or any(machine.kind == "discrete" for machine in devices):
         return None
     for pattern, link in _PORTS:
-        if all(pattern.search(box.name) for box in boxes):
+        if all(pattern.search(machine.name) for machine in devices):
             return link
-    return _ANY_PORT
+    return _DEFAULT_PORT
 
 
 def answer(
@@ -89,15 +89,15 @@ def answer(
     Raises UsageError if the question is incomplete.
     """
     link_speed = link_named(link)
-    text, boxes = _joined(device)
+    text, devices = _machines_of(device)
     if reference is None:
         models = load_catalog().models
-        picks = joined_models.models_for(boxes, models, workload, link_speed)
-        alone = joined_models.best_alone(boxes, models, workload)
-        found = JoinedAnswer(text, boxes, link_speed, picks, alone)
+        picks = joined_models.models_for(devices, models, workload, link_speed)
+        best_single = joined_models.best_alone(devices, models, workload)
+        joined_answer = JoinedAnswer(text, devices, link_speed, picks, best_single)
         if as_json:
-            return joined_view.as_json(found)
-        return joined_view.lines(found, everything=everything)
+            return joined_view.as_json(joined_answer)
+        return joined_view.lines(joined_answer, everything=everything)
     model, quant = describe(reference, load_catalog())
     settings = RunSettings(n_ctx=context_for(model, workload), slots=workload.parallel)
     layers: list[tuple[str, ClusterPlan | None]] = []
@@ -106,36 +106,36 @@ def answer(
         if quant and variant.quant.lower() != quant.lower():
             continue
         if not variant.is_folder:
-            plan = cluster.plan(model, variant, settings, boxes, link_speed)
+            plan = cluster.plan(model, variant, settings, devices, link_speed)
             layers.append((variant.quant, plan))
-        if not cluster.why_not(model, variant, boxes):
-            part = cluster.tensor_parallel_plan(model, variant, settings, boxes, link_speed)
-            shared.append((variant.quant, part))
+        if not cluster.why_not(model, variant, devices):
+            share_plan = cluster.tensor_parallel_plan(model, variant, settings, devices, link_speed)
+            shared.append((variant.quant, share_plan))
     if as_json:
         plans = [_json(name, "layers", plan) for name, plan in layers]
-        plans += [_json(name, "shared", part) for name, part in shared]
+        plans += [_json(name, "shared", share_plan) for name, share_plan in shared]
         return [json.dumps(plans, indent=2)]
-    title = f"{model.id} over {' + '.join(box.name for box in boxes)}, {link_speed.name}"
-    lines = [title, *_of_layers(layers), *_of_shares(shared, len(boxes))]
+    title = f"{model.id} over {' + '.join(box.name for box in devices)}, {link_speed.name}"
+    lines = [title, *_layers_lines(layers), *_shares_lines(shared, len(devices))]
     return [*lines, *_basis(layers), *_basis(shared)]
 
 
-def _of_layers(plans: list[tuple[str, ClusterPlan | None]]) -> list[str]:
+def _layers_lines(plans: list[tuple[str, ClusterPlan | None]]) -> list[str]:
     """Format the plans that put full layers of each variant on each machine."""
     lines = []
     for quant, plan in plans:
         if plan is None:
             lines.append(f"{quant:8} does not fit on these machines together")
         else:
-            lines += _lines(quant, plan)
+            lines += _plan_lines(quant, plan)
     return lines
 
 
-def _of_shares(plans: list[tuple[str, SharedPlan | None]], n_machines: int) -> list[str]:
+def _shares_lines(plans: list[tuple[str, SharedPlan | None]], n_machines: int) -> list[str]:
     """Format the plans that put a share of every layer on each machine."""
     if not plans:
         return []
-    part = _PARTS.get(n_machines, f"{n_machines}th")
+    part = _PART_NAMES.get(n_machines, f"{n_machines}th")
     lines = [f"tensor parallel: a {part} of every layer on each (MLX, `serve --with`):"]
     for quant, plan in plans:
         if plan is None:
@@ -164,35 +164,35 @@ def link_named(name: str) -> Link:
     return cluster.LINKS[name]
 
 
-def _joined(device: str | None) -> tuple[str, list[Device]]:
+def _machines_of(device: str | None) -> tuple[str, list[Device]]:
     """Return the text of --device, and the machines that it names. Raises UsageError."""
     if device is None:
         raise UsageError(
             "--link needs --device: it plans models on several machines",
             hint='--device "2x dgx spark" --link connectx7',
         )
-    boxes = machines(device)
-    if len(boxes) < 2:
+    devices = machines(device)
+    if len(devices) < 2:
         raise UsageError(
             "--link needs two machines or more",
             hint='for example --device "m3 ultra 512 + rtx 5090"',
         )
-    return device, boxes
+    return device, devices
 
 
-def _lines(quant: str, plan: ClusterPlan) -> list[str]:
+def _plan_lines(quant: str, plan: ClusterPlan) -> list[str]:
     shares = [
-        f"{s.n_layers} layers {s.needs_bytes / 1e9:.0f} of {s.limit_bytes / 1e9:.0f} GB"
-        for s in plan.shares
+        f"{share.n_layers} layers {share.needs_bytes / 1e9:.0f} of {share.limit_bytes / 1e9:.0f} GB"
+        for share in plan.shares
     ]
     shortest_s, longest_s = plan.transfer_s
-    wait = f"{shortest_s * 1e3:.2f}-{longest_s * 1e3:.2f} ms"
-    carried = f"{plan.transfer_bytes / 1e3:.1f} kB"
+    transfer_text = f"{shortest_s * 1e3:.2f}-{longest_s * 1e3:.2f} ms"
+    size_text = f"{plan.transfer_bytes / 1e3:.1f} kB"
     decode = plan.decode_tok_s
     speed = f"{decode.value:.1f} tok/s ({decode.low:.1f}-{decode.high:.1f})"
     return [
         f"{quant:8} decode {speed}, prompt {_prefill(plan)}; {', '.join(shares)}",
-        f"{'':8} each token moves {carried} between them, {wait}, and RPC takes about "
+        f"{'':8} each token moves {size_text} between them, {transfer_text}, and RPC takes about "
         f"{plan.rpc_s * 1e3:.1f} ms",
         f"{'':8} {plan.advice}",
     ]
@@ -200,8 +200,8 @@ def _lines(quant: str, plan: ClusterPlan) -> list[str]:
 
 def _shared_line(quant: str, plan: SharedPlan) -> str:
     decode = plan.decode_tok_s
-    range_of_it = f"{decode.low:.1f}-{decode.high:.1f}"
-    speed = f"{decode.value:.1f} tok/s ({range_of_it}; one alone {plan.alone_tok_s:.1f})"
+    range_text = f"{decode.low:.1f}-{decode.high:.1f}"
+    speed = f"{decode.value:.1f} tok/s ({range_text}; one alone {plan.alone_tok_s:.1f})"
     memory = f"{plan.needs_bytes / 1e9:.0f} of {plan.limit_bytes / 1e9:.0f} GB on each"
     return f"{quant:8} decode {speed}, prompt {_prefill(plan)}; {memory}"
 
@@ -215,23 +215,27 @@ def _json(quant: str, split: str, plan: ClusterPlan | SharedPlan | None) -> dict
     if plan is None:
         return row
     if isinstance(plan, SharedPlan):
-        own = _shared_json(plan)
+        details = _shared_json(plan)
     else:
-        own = _layers_json(plan)
+        details = _layers_json(plan)
     return {
         **row,
         "n_ctx": plan.settings.n_ctx,
         "decode_tok_s": plan.decode_tok_s._asdict(),
         "prefill_tok_s": plan.prefill_tok_s._asdict(),
-        **own,
+        **details,
     }
 
 
 def _shared_json(plan: SharedPlan) -> dict[str, Any]:
     return {
         "shares": [
-            {"device": d.name, "needs_bytes": plan.needs_bytes, "limit_bytes": d.memory.limit_bytes}
-            for d in plan.devices
+            {
+                "device": device.name,
+                "needs_bytes": plan.needs_bytes,
+                "limit_bytes": device.memory.limit_bytes,
+            }
+            for device in plan.devices
         ],
         "alone_tok_s": plan.alone_tok_s,
     }

@@ -35,73 +35,74 @@ def tokens_of(text: str) -> int:
     return tokens
 
 
-def lines(device: Device, found: LongContext) -> list[str]:
+def lines(device: Device, answer: LongContext) -> list[str]:
     """Format the answer for a terminal."""
-    out = heading(device, f"What makes {found.tokens:,} tokens of context fit")
-    out += ["", *_model_lines(found), "", *_other_lines(found)]
-    if _is_beyond_training(found):
-        return out
-    return [*out, "", *_machine_lines(found)]
+    text_lines = heading(device, f"What makes {answer.tokens:,} tokens of context fit")
+    text_lines += ["", *_model_lines(answer), "", *_other_lines(answer)]
+    if _is_beyond_training(answer):
+        return text_lines
+    return [*text_lines, "", *_machine_lines(answer)]
 
 
-def _is_beyond_training(found: LongContext) -> bool:
-    return 0 < found.model.native_context < found.tokens
+def _is_beyond_training(answer: LongContext) -> bool:
+    return 0 < answer.model.native_context < answer.tokens
 
 
-def _model_lines(found: LongContext) -> list[str]:
-    name = found.model.name
-    if found.plan is None:
+def _model_lines(answer: LongContext) -> list[str]:
+    name = answer.model.name
+    if answer.plan is None:
         return paragraph(f"{name}: no file of it fits this machine")
-    out = [f"{name} {found.plan.variant.quant} on this machine:"]
-    if _is_beyond_training(found):
-        native = found.model.native_context
-        out.append(f"  trained for {native:,} tokens: no KV type is enough")
-    for choice in found.choices:
-        verdict = "enough" if choice.max_ctx >= found.tokens else "too little"
-        out.append(f"  KV cache {choice.kv_type:5} {choice.max_ctx:>11,} tokens  {verdict}")
-    return out
+    text_lines = [f"{name} {answer.plan.variant.quant} on this machine:"]
+    if _is_beyond_training(answer):
+        native = answer.model.native_context
+        text_lines.append(f"  trained for {native:,} tokens: no KV type is enough")
+    for choice in answer.choices:
+        verdict = "enough" if choice.max_ctx >= answer.tokens else "too little"
+        text_lines.append(f"  KV cache {choice.kv_type:5} {choice.max_ctx:>11,} tokens  {verdict}")
+    return text_lines
 
 
-def _other_lines(found: LongContext) -> list[str]:
-    if not found.others:
+def _other_lines(answer: LongContext) -> list[str]:
+    if not answer.others:
         return paragraph("no model of the catalog holds so many tokens on this machine")
-    head, rows = numbered_rows(found.others, frozenset())
-    caches = {plan.settings.kv_type for plan in found.others} - {"f16"}
-    out = ["models that hold so many tokens here:", head, *rows]
-    for kv_type in sorted(caches):
+    head, rows = numbered_rows(answer.others, frozenset())
+    kv_types = {plan.settings.kv_type for plan in answer.others} - {"f16"}
+    text_lines = ["models that hold so many tokens here:", head, *rows]
+    for kv_type in sorted(kv_types):
         numbers = [
             str(number)
-            for number, plan in enumerate(found.others, 1)
+            for number, plan in enumerate(answer.others, 1)
             if plan.settings.kv_type == kv_type
         ]
-        out.append(f"  with a {kv_type} KV cache: {', '.join(numbers)}")
-    return out
+        text_lines.append(f"  with a {kv_type} KV cache: {', '.join(numbers)}")
+    return text_lines
 
 
-def _machine_lines(found: LongContext) -> list[str]:
-    if found.machine is None:
-        return paragraph(f"no machine of the table holds so many tokens with {found.model.name}")
-    device, plan = found.machine
+def _machine_lines(answer: LongContext) -> list[str]:
+    if answer.machine is None:
+        return paragraph(f"no machine of the table holds so many tokens with {answer.model.name}")
+    device, plan = answer.machine
     return paragraph(
-        f"least machine for {found.model.name} with so many tokens: {device.name}, "
+        f"least machine for {answer.model.name} with so many tokens: {device.name}, "
         f"{plan.variant.quant} in {gb(plan.memory.total_bytes)}, {speed(plan.decode_tok_s)} tok/s"
     )
 
 
-def as_json(found: LongContext) -> str:
+def as_json(answer_found: LongContext) -> str:
     """Return the answer as JSON."""
     machine: dict[str, Any] | None = None
-    if found.machine is not None:
-        device, plan = found.machine
+    if answer_found.machine is not None:
+        device, plan = answer_found.machine
         machine = {"device": device.name, **_plan(plan)}
     answer = {
-        "tokens": found.tokens,
-        "model": found.model.id,
-        "trained_for": found.model.native_context,
+        "tokens": answer_found.tokens,
+        "model": answer_found.model.id,
+        "trained_for": answer_found.model.native_context,
         "kv_types": [
-            {"kv_type": choice.kv_type, "longest": choice.max_ctx} for choice in found.choices
+            {"kv_type": choice.kv_type, "longest": choice.max_ctx}
+            for choice in answer_found.choices
         ],
-        "models": [_plan(plan) for plan in found.others],
+        "models": [_plan(plan) for plan in answer_found.others],
         "machine": machine,
     }
     return json.dumps(answer, indent=2)

@@ -15,7 +15,7 @@ from localllm.planner.cluster import Link
 from localllm.planner.joined_models import JoinedPick
 from localllm.planner.types import Plan
 
-_SHOWN = 8
+_MAX_SHOWN = 8
 # Columns of a row without the model's name.
 _ROW_COLUMNS = 50
 
@@ -32,14 +32,14 @@ class JoinedAnswer:
     alone: Plan | None
 
 
-def as_json(found: JoinedAnswer) -> list[str]:
+def as_json(joined_answer: JoinedAnswer) -> list[str]:
     """Return one JSON text with every pick."""
     answer = {
-        "devices": [device.name for device in found.devices],
-        "usable_bytes": [device.usable_bytes for device in found.devices],
-        "link": found.link.name,
-        "models": [_json(pick) for pick in found.picks],
-        "alone": None if found.alone is None else _alone_json(found.alone),
+        "devices": [device.name for device in joined_answer.devices],
+        "usable_bytes": [device.usable_bytes for device in joined_answer.devices],
+        "link": joined_answer.link.name,
+        "models": [_json(pick) for pick in joined_answer.picks],
+        "alone": None if joined_answer.alone is None else _alone_json(joined_answer.alone),
     }
     return [ascii_json(answer)]
 
@@ -53,7 +53,7 @@ def _alone_json(plan: Plan) -> dict[str, Any]:
 
 
 def _json(pick: JoinedPick) -> dict[str, Any]:
-    alone = None if pick.alone is None else pick.alone.quant
+    quant_alone = None if pick.alone is None else pick.alone.quant
     return {
         "model": pick.model.id,
         "quant": pick.variant.quant,
@@ -62,34 +62,36 @@ def _json(pick: JoinedPick) -> dict[str, Any]:
         "needs_bytes": pick.plan.needs_bytes,
         "decode_tok_s": pick.plan.decode_tok_s._asdict(),
         "prefill_tok_s": pick.plan.prefill_tok_s._asdict(),
-        "quant_alone": alone,
+        "quant_alone": quant_alone,
         "gained_points": round(pick.gained_points, 1),
     }
 
 
-def lines(found: JoinedAnswer, *, everything: bool) -> list[str]:
+def lines(answer: JoinedAnswer, *, everything: bool) -> list[str]:
     """Return the list of the best picks, or of `everything`."""
-    usable_bytes = sum(device.usable_bytes for device in found.devices)
-    names = " + ".join(device.name for device in found.devices)
-    title = f"Models that only these machines together hold: {names}, {found.link.name}"
-    written = [*paragraph(title), f"{gb(usable_bytes)} for a model on all of them", ""]
-    if found.picks:
-        shown = found.picks if everything else found.picks[:_SHOWN]
-        written += [*_rows(shown), ""]
-        if len(shown) < len(found.picks):
-            written.insert(-1, f"    … and {len(found.picks) - len(shown)} more (--all)")
+    usable_bytes = sum(device.usable_bytes for device in answer.devices)
+    names = " + ".join(device.name for device in answer.devices)
+    title = f"Models that only these machines together hold: {names}, {answer.link.name}"
+    text_lines = [*paragraph(title), f"{gb(usable_bytes)} for a model on all of them", ""]
+    if answer.picks:
+        shown = answer.picks if everything else answer.picks[:_MAX_SHOWN]
+        text_lines += [*_rows(shown), ""]
+        if len(shown) < len(answer.picks):
+            text_lines.insert(-1, f"    … and {len(answer.picks) - len(shown)} more (--all)")
     else:
-        written += ["none of the catalog, at a speed that suffices for this purpose", ""]
-    written += paragraph(
+        text_lines += ["none of the catalog, at a speed that suffices for this purpose", ""]
+    text_lines += paragraph(
         "The machines compute their layers in turn, so a model that one of them holds decodes no "
         "faster on all of them."
     )
-    if found.alone is not None:
-        written += paragraph(_comparison_with_one(found.alone, found.picks))
-    if found.picks:
-        command = f'localllm recommend --device "{found.device_text}" -m {found.picks[0].model.id}'
-        written.append(f"One in detail: {command}")
-    return written
+    if answer.alone is not None:
+        text_lines += paragraph(_comparison_with_one(answer.alone, answer.picks))
+    if answer.picks:
+        command = (
+            f'localllm recommend --device "{answer.device_text}" -m {answer.picks[0].model.id}'
+        )
+        text_lines.append(f"One in detail: {command}")
+    return text_lines
 
 
 def _comparison_with_one(plan: Plan, picks: Sequence[JoinedPick]) -> str:
@@ -99,7 +101,7 @@ def _comparison_with_one(plan: Plan, picks: Sequence[JoinedPick]) -> str:
         f"{speed(plan.stream_range)} tok/s"
     )
     if picks:
-        text += f", {_rated(plan.quality - picks[0].points)} than the first of these"
+        text += f", {_rating_text(plan.quality - picks[0].points)} than the first of these"
     return text
 
 
@@ -123,13 +125,13 @@ def _reason(pick: JoinedPick, first: JoinedPick) -> str:
     """Return what joining the machines gains, and how the pick compares with the first."""
     reason = "fits on none of them alone"
     if pick.alone is not None:
-        reason = f"one of them alone holds {pick.alone.quant}, {_rated(-pick.gained_points)} by its format"
+        reason = f"one of them alone holds {pick.alone.quant}, {_rating_text(-pick.gained_points)} by its format"
     if pick is first:
         return f"{reason}; best balance of quality and speed"
-    return f"{reason}; {_rated(pick.points - first.points)} than the first"
+    return f"{reason}; {_rating_text(pick.points - first.points)} than the first"
 
 
-def _rated(points: float) -> str:
+def _rating_text(points: float) -> str:
     """Format a difference of ratings, such as "rated 2.1 points lower"."""
     direction = "lower" if points < 0 else "higher"
     return f"rated {abs(points):.1f} points {direction}"

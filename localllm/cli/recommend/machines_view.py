@@ -16,7 +16,7 @@ from localllm.planner.types import Plan, Recommendation
 from localllm_catalog.types import Model
 
 # Number of plans per machine in a comparison.
-_COMPARED = 4
+_PLANS_COMPARED = 4
 
 
 def comparison(
@@ -31,18 +31,21 @@ def comparison(
 
     `plan_on` plans a model on the machine of that index, if it is not among that machine's plans.
     """
-    each = list(zip(devices, answers, strict=True))
+    answers_by_device = list(zip(devices, answers, strict=True))
     if as_json:
-        found = [recommendation_to_json(answer, device_to_json(device)) for device, answer in each]
+        found = [
+            recommendation_to_json(answer, device_to_json(device))
+            for device, answer in answers_by_device
+        ]
         return [ascii_json({"machines": found})]
     lines: list[str] = []
-    for device, answer in each:
-        head, rows = numbered_rows(answer.plans[:_COMPARED], NONE_INSTALLED)
+    for device, answer in answers_by_device:
+        head, rows = numbered_rows(answer.plans[:_PLANS_COMPARED], NONE_INSTALLED)
         lines += [*heading(device, "Best"), head, *rows, ""]
     rows_of = _rates_on_all(answers, plan_on)
     if not rows_of:
         return lines
-    names = " / ".join(d.name for d in devices)
+    names = " / ".join(machine.name for machine in devices)
     lines += paragraph(
         f"tok/s of each machine's models on every machine, in the best format there: {names}"
     )
@@ -58,19 +61,21 @@ def _rates_on_all(
     answers: Sequence[Recommendation], plan_on: Callable[[int, Model], Plan | None]
 ) -> dict[str, list[str]]:
     """Return tokens per second of each machine's best models on every machine, by model name."""
-    best = chain.from_iterable(answer.plans[:_COMPARED] for answer in answers)
+    best = chain.from_iterable(answer.plans[:_PLANS_COMPARED] for answer in answers)
     models = {plan.model.id: plan.model for plan in best}
     rows: dict[str, list[str]] = {}
     for model in models.values():
         row = rows[model.name] = []
         for i, answer in enumerate(answers):
-            picked = next((p for p in answer.plans if p.model.id == model.id), None)
+            picked = next(
+                (other_plan for other_plan in answer.plans if other_plan.model.id == model.id), None
+            )
             plan = picked or plan_on(i, model)
             row.append(rate(plan.decode_tok_s.value) if plan else "–")
     return rows
 
 
-_REACH_SHOWN = 24
+_MAX_REACHING_SHOWN = 24
 
 
 def reach(model: Model, tok_s: float, found: Reach, *, as_json: bool) -> list[str]:
@@ -79,14 +84,14 @@ def reach(model: Model, tok_s: float, found: Reach, *, as_json: bool) -> list[st
     if as_json:
         machines = [
             {
-                "device": d.name,
-                "quant": p.variant.quant,
-                "backend": p.backend,
-                "fits": p.fits,
-                "decode_tok_s": round(p.decode_tok_s.value, 1),
-                "memory_bytes": p.memory.total_bytes,
+                "device": machine.name,
+                "quant": machine_plan.variant.quant,
+                "backend": machine_plan.backend,
+                "fits": machine_plan.fits,
+                "decode_tok_s": round(machine_plan.decode_tok_s.value, 1),
+                "memory_bytes": machine_plan.memory.total_bytes,
             }
-            for d, p in found.found
+            for machine, machine_plan in found.found
         ]
         return [ascii_json({"model": model.id, "at_tok_s": tok_s, "machines": machines})]
     lines = paragraph(
@@ -108,7 +113,7 @@ def reach(model: Model, tok_s: float, found: Reach, *, as_json: bool) -> list[st
 def _reach_rows(found: Reach) -> list[str]:
     columns = min(max(len(device.name) for device, _ in found.found), width() - 42)
     lines = [f"  {'machine':{columns}} {'GB/s':>6} {'quant':12} {'memory':>9} {'tok/s':>9}"]
-    for device, plan in found.found[:_REACH_SHOWN]:
+    for device, plan in found.found[:_MAX_REACHING_SHOWN]:
         name = clip(device.name, columns)
         quant = clip(marked(plan, NONE_INSTALLED), 12)
         memory = gb(plan.memory.total_bytes)
@@ -116,7 +121,7 @@ def _reach_rows(found: Reach) -> list[str]:
             f"  {name:{columns}} {device.bandwidth_gbps.value:>6,.0f} {quant:12} "
             f"{memory:>9} {speed(plan.decode_tok_s):>9}"
         )
-    n_more = len(found.found) - _REACH_SHOWN
+    n_more = len(found.found) - _MAX_REACHING_SHOWN
     if n_more > 0:
         lines.append(f"  … and {n_more} with faster memory (--json lists all)")
     return lines

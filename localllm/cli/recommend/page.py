@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from localllm.planner.types import Range
 
 # Tables can't be read on a narrower terminal, and sentences can't be on a wider one.
-_NARROWEST = 60
-_WIDEST = 160
-BAR = 10
+_MIN_COLUMNS = 60
+_MAX_COLUMNS = 160
+BAR_COLUMNS = 10
 
 
-def out(lines: Iterable[str]) -> None:
+def print_page(lines: Iterable[str]) -> None:
     print_lines(lines)
 
 
 def width() -> int:
     """Width in columns: COLUMNS if set, or the terminal's, or 80 without a terminal."""
-    return max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns))
+    return max(_MIN_COLUMNS, min(_MAX_COLUMNS, shutil.get_terminal_size().columns))
 
 
 def wrapped(text: str, first: str = "", further: str = "") -> list[str]:
@@ -39,7 +39,7 @@ def paragraph(text: str) -> list[str]:
     return wrapped(text, further="  ")
 
 
-def bar(share: float, width: int = BAR) -> str:
+def bar(share: float, width: int = BAR_COLUMNS) -> str:
     """Return a bar of `width` characters filled to `share`.
 
     `share` is clamped to 0..1. Any share above 0 fills at least one block.

@@ -30,7 +30,7 @@ _KEY_FIELDS = ("requests_per_minute", "tokens_per_minute", "parallel", "share_ca
 _MIN_KEY_CHARS = 16
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.IGNORECASE)
 
-_MADE_UP = re.compile(r"[A-Za-z0-9_-]{24,128}")
+_GENERATED_KEY = re.compile(r"[A-Za-z0-9_-]{24,128}")
 
 
 def key_path() -> Path:
@@ -40,17 +40,17 @@ def key_path() -> Path:
 def existing_key() -> str | None:
     """Return the stored key, or None if it is missing or unreadable. Does not generate one."""
     try:
-        return _read(key_path())
+        return _read_key(key_path())
     except OSError:
         return None
 
 
-def kept_key(*, new: bool = False) -> str:
+def stored_or_new_key(*, new: bool = False) -> str:
     """Return the stored key. Generates a new one if it is unusable, or if `new`. Raises
     LocalLLMError."""
     path = key_path()
     try:
-        key = None if new else _read(path)
+        key = None if new else _read_key(path)
         if key is None:
             key = secrets.token_urlsafe(24)
             paths.private_dir(path.parent)
@@ -63,14 +63,14 @@ def kept_key(*, new: bool = False) -> str:
     return key
 
 
-def _read(path: Path) -> str | None:
+def _read_key(path: Path) -> str | None:
     try:
         text = paths.file_text(path, encoding="latin-1").strip()
     except FileNotFoundError:
         return None
     if os.name == "posix" and path.stat().st_mode & 0o077:
         path.chmod(0o600)
-    if _MADE_UP.fullmatch(text):
+    if _GENERATED_KEY.fullmatch(text):
         return text
     return None
 
@@ -96,9 +96,9 @@ def _key(name: str, table: dict[str, Any]) -> NamedKey:
     from localllm.server.http.accounts import NamedKey, digest_of
 
     where = f"[keys.{name}] of config.toml"
-    one_or_more = Field(ge=1, le=10**12)
+    at_least_one = Field(ge=1, le=10**12)
     switch = (bool, False)
-    rate = (Annotated[float, one_or_more] | None, None)
+    rate_limit = (Annotated[float, at_least_one] | None, None)
     fields = read_table(
         table,
         where,
@@ -106,9 +106,9 @@ def _key(name: str, table: dict[str, Any]) -> NamedKey:
         share_cache=(str, ""),
         admin=switch,
         kv=switch,
-        requests_per_minute=rate,
-        tokens_per_minute=rate,
-        parallel=(Annotated[int, one_or_more] | None, None),
+        requests_per_minute=rate_limit,
+        tokens_per_minute=rate_limit,
+        parallel=(Annotated[int, at_least_one] | None, None),
     )
     if not name.strip():
         raise UsageError(f"{where} has no name")

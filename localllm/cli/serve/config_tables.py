@@ -11,8 +11,8 @@ from localllm.errors import UsageError
 from localllm.settings import config_path, read_config
 
 
-def named_tables(name: str, each: str) -> Mapping[str, dict[str, Any]]:
-    """Return the tables [`name`.NAME], one per `each`.
+def named_tables(name: str, entry_kind: str) -> Mapping[str, dict[str, Any]]:
+    """Return the tables [`name`.NAME], one per `entry_kind`.
 
     Raises UsageError if there are other values under that name.
     """
@@ -20,7 +20,9 @@ def named_tables(name: str, each: str) -> Mapping[str, dict[str, Any]]:
     if not isinstance(tables, dict) or not all(
         isinstance(table, dict) for table in tables.values()
     ):
-        raise UsageError(f"{config_path()}: `{name}` must have one table per {each}: [{name}.NAME]")
+        raise UsageError(
+            f"{config_path()}: `{name}` must have one table per {entry_kind}: [{name}.NAME]"
+        )
     return tables
 
 
@@ -41,14 +43,14 @@ def read_table(table: Mapping[str, Any], where: str, **known: Any) -> dict[str, 
             if closest:
                 hint = f"did you mean {closest[0]}?"
             raise UsageError(f"{where} has an unknown key: {key}", hint=hint)
-    kind = create_model("Table", __config__=ConfigDict(strict=True), **known)
+    table_type = create_model("Table", __config__=ConfigDict(strict=True), **known)
     try:
-        return dict(kind.model_validate(table))
+        return dict(table_type.model_validate(table))
     except ValidationError as e:
         errors = e.errors(include_url=False, include_input=False)
-        first = errors[0]["loc"][0]
-        problem = problem_of(error for error in errors if error["loc"][0] == first)
-        raise UsageError(f"{first} in {where} {problem}") from None
+        first_key = errors[0]["loc"][0]
+        problem = problem_of(error for error in errors if error["loc"][0] == first_key)
+        raise UsageError(f"{first_key} in {where} {problem}") from None
 
 
 def variable(name: str, where: str) -> str:

@@ -16,16 +16,16 @@ from localllm.server.models.router import ModelRouter
 from localllm.server.models.worker import ModelWorker
 
 # The factor of the time per step if the speed falls by a fifth.
-SLOWER = 1.25
+SLOWER_RATIO = 1.25
 _MAX_MODELS = 64
-# Depths within an eighth of an octave are compared with each other. Below `_FROM_TOKENS`, the bins
-# have a width of `_NEAR_TOKENS`.
-_NEAR_TOKENS = 128
-_FROM_TOKENS = 1024
-_PER_OCTAVE = 8
+# Depths within an eighth of an octave are compared with each other. Below `_LINEAR_UNTIL_TOKENS`,
+# the bins have a width of `_LINEAR_BIN_TOKENS`.
+_LINEAR_BIN_TOKENS = 128
+_LINEAR_UNTIL_TOKENS = 1024
+_BINS_PER_OCTAVE = 8
 INTERVAL_S = 5.0
 # Number of time spans needed for a comparison (localllm/engine/metrics.py keeps eight).
-_SPANS = 6
+_MIN_SPANS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ def path() -> Path:
 
 def depth_bin(depth: int) -> str:
     """Return the bin of a depth: depths in one bin are compared with each other."""
-    if depth < _FROM_TOKENS:
-        return str(depth // _NEAR_TOKENS * _NEAR_TOKENS)
-    octaves = math.log2(depth / _FROM_TOKENS)
-    least = math.floor(octaves * _PER_OCTAVE) / _PER_OCTAVE
-    return str(round(_FROM_TOKENS * 2**least))
+    if depth < _LINEAR_UNTIL_TOKENS:
+        return str(depth // _LINEAR_BIN_TOKENS * _LINEAR_BIN_TOKENS)
+    octaves = math.log2(depth / _LINEAR_UNTIL_TOKENS)
+    bin_octaves = math.floor(octaves * _BINS_PER_OCTAVE) / _BINS_PER_OCTAVE
+    return str(round(_LINEAR_UNTIL_TOKENS * 2**bin_octaves))
 
 
 def steps_of(spans: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -58,13 +58,13 @@ def steps_of(spans: Sequence[Sequence[float]]) -> dict[str, float]:
 
     It takes the lower median of each depth, because interference can only slow a step down.
     """
-    found: dict[str, list[float]] = {}
+    values_by_depth: dict[str, list[float]] = {}
     for depth, step_s in spans:
-        found.setdefault(depth_bin(int(depth)), []).append(step_s)
-    return {depth: statistics.median_low(values) for depth, values in found.items()}
+        values_by_depth.setdefault(depth_bin(int(depth)), []).append(step_s)
+    return {depth: statistics.median_low(values) for depth, values in values_by_depth.items()}
 
 
-def notice(model: str, steps: Mapping[str, float], usual: Mapping[str, float]) -> str:
+def slowdown_text(model: str, steps: Mapping[str, float], usual: Mapping[str, float]) -> str:
     """Return a warning if a model is slower by a fifth or more, else "".
 
     The comparison is the median over the depths that both starts have.
@@ -73,31 +73,33 @@ def notice(model: str, steps: Mapping[str, float], usual: Mapping[str, float]) -
     if not ratios:
         return ""
     depths = sorted(ratios, key=ratios.__getitem__)
-    median = depths[(len(depths) - 1) // 2]
-    if steps[median] < SLOWER * usual[median]:
+    median_depth = depths[(len(depths) - 1) // 2]
+    if steps[median_depth] < SLOWER_RATIO * usual[median_depth]:
         return ""
-    now = 1 / steps[median]
-    before = 1 / usual[median]
+    tok_s = 1 / steps[median_depth]
+    usual_tok_s = 1 / usual[median_depth]
     return (
-        f"{model} is slower than before on this machine: {now:.3g} tok/s instead of the "
-        f"usual {before:.3g}"
+        f"{model} is slower than before on this machine: {tok_s:.3g} tok/s instead of the "
+        f"usual {usual_tok_s:.3g}"
     )
 
 
 def load() -> dict[str, UsualSpeed]:
     """Return the usual speed of every model by its key. A missing or damaged file counts as
     empty."""
-    found = {}
+    speeds = {}
     for key, entry in json_store.read(path()).items():
         speed = json_store.record(UsualSpeed, entry)
         if speed is None:
             continue
-        if all(isinstance(s, float) and 0 < s < math.inf for s in speed.steps.values()):
-            found[key] = speed
-    return found
+        if all(
+            isinstance(step_s, float) and 0 < step_s < math.inf for step_s in speed.steps.values()
+        ):
+            speeds[key] = speed
+    return speeds
 
 
-def compare(key: str, model: str, steps: Mapping[str, float]) -> str:
+def compare_and_store(key: str, model: str, steps: Mapping[str, float]) -> str:
     """Compare a start with the previous one. Returns the warning, or "".
 
     The new `steps` become the reference. But the first time they are slower, the old reference is
@@ -105,7 +107,7 @@ def compare(key: str, model: str, steps: Mapping[str, float]) -> str:
     """
     speeds = load()
     usual = speeds.pop(key, UsualSpeed({}))
-    text = notice(model, steps, usual.steps)
+    text = slowdown_text(model, steps, usual.steps)
     if text and not usual.slower:
         speeds[key] = UsualSpeed(usual.steps, slower=True)
     else:
@@ -152,9 +154,9 @@ class DecodeSpeedWatch:
                 continue
             self._used_s[worker.name] = worker.last_used_s
             pace = (await worker.snapshot()).get("pace")
-            if isinstance(pace, dict) and len(pace["spans"]) >= _SPANS:
+            if isinstance(pace, dict) and len(pace["spans"]) >= _MIN_SPANS:
                 self._compared[worker.name] = client
-                text = compare(_key(worker), worker.name, steps_of(pace["spans"]))
+                text = compare_and_store(_key(worker), worker.name, steps_of(pace["spans"]))
                 if text:
                     self._report(text)
                     worker.notice = f"{worker.notice} {text}".strip()

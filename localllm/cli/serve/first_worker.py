@@ -12,25 +12,25 @@ from contextlib import contextmanager
 from localllm.cli import engine_builds
 from localllm.engine.worker.pipe import end_ahead, start_ahead
 
-_started: list[asyncio.Runner] = []
+_runner: list[asyncio.Runner] = []
 
 
 @contextmanager
-def started() -> Iterator[asyncio.Runner]:
+def worker_started() -> Iterator[asyncio.Runner]:
     """Start a worker, and yield the event loop that it belongs to.
 
     A second call inside the first yields the same event loop. At the end, the worker is ended
     unless a model uses it.
     """
-    if _started:
-        yield _started[0]
+    if _runner:
+        yield _runner[0]
         return
     engine_builds.activate("serve")
     with asyncio.Runner() as runner:
         runner.run(start_ahead())
-        _started.append(runner)
+        _runner.append(runner)
         try:
             yield runner
         finally:
-            _started.clear()
+            _runner.clear()
             runner.run(end_ahead())

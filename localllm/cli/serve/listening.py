@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from localllm.addresses import is_loopback
-from localllm.cli.serve.api_keys import kept_key, load_keys
+from localllm.cli.serve.api_keys import load_keys, stored_or_new_key
 from localllm.errors import UsageError
 from localllm.server.http.settings import CONNECTION_LIMITS, ServerSettings, TlsFiles, image_host
 from localllm.server.http.sockets import bind, bind_unix, check_tls, inherited, unix_file
@@ -34,7 +34,7 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
     `new_key` replaces the stored key. Raises UsageError, also for a certificate that can't be used.
     """
     tls = _tls_files(settings)
-    secured = ServerSettings(
+    secured_settings = ServerSettings(
         keys=load_keys(),
         allowed_hosts=settings.value("allow_host"),
         allowed_origins=settings.value("allow_origin"),
@@ -45,22 +45,22 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
     ).secured()
     if tls is not None:
         check_tls(tls)
-    if not secured.generated_key:
+    if not secured_settings.generated_key:
         if new_key:
             raise UsageError(
                 "--new-key replaces a generated key, but this server has none",
                 hint="keys are made up for addresses that other machines reach, "
                 "such as --host 0.0.0.0",
             )
-        return secured
-    return replace(secured, api_key=kept_key(new=new_key))
+        return secured_settings
+    return replace(secured_settings, api_key=stored_or_new_key(new=new_key))
 
 
 def _image_hosts(settings: Settings) -> tuple[tuple[str, int], ...]:
     """Return the hosts that images may be fetched from. Empty while offline."""
     # One flag may contain several names.
-    named = ",".join(settings.value("allow_image_hosts")).split(",")
-    hosts = [name.strip() for name in named if name.strip()]
+    listed = ",".join(settings.value("allow_image_hosts")).split(",")
+    hosts = [name.strip() for name in listed if name.strip()]
     if not hosts or settings.value("offline"):
         return ()
     from localllm.library.hub import is_offline
@@ -92,10 +92,10 @@ def listening(settings: ServerSettings) -> Iterator[tuple[Sequence[socket.socket
     Uses the sockets of a service manager if it has opened them. Raises PortInUseError or
     UsageError.
     """
-    with ExitStack() as opened:
+    with ExitStack() as resources:
         socks = inherited()
         if socks:
-            host = _host_of(socks, settings)
+            host = _inherited_host(socks, settings)
         elif settings.unix_socket is None:
             host = settings.host
             socks = bind(settings.host, settings.port)
@@ -103,9 +103,9 @@ def listening(settings: ServerSettings) -> Iterator[tuple[Sequence[socket.socket
             path = Path(settings.unix_socket).expanduser()
             host = ""
             socks = [bind_unix(path)]
-            opened.enter_context(unix_file(path))
+            resources.enter_context(unix_file(path))
         for sock in socks:
-            opened.enter_context(sock)
+            resources.enter_context(sock)
         if not host:
             yield socks, f"the Unix socket {socks[0].getsockname()} (path /v1)"
             return
@@ -115,7 +115,7 @@ def listening(settings: ServerSettings) -> Iterator[tuple[Sequence[socket.socket
         yield socks, f"{scheme}://{host}:{port_of(socks)}/v1"
 
 
-def who_is_answered(settings: ServerSettings) -> str:
+def access_text(settings: ServerSettings) -> str:
     """Return which clients the server answers, for display."""
     if settings.keyed:
         return "every client needs a key"
@@ -139,16 +139,16 @@ def reachable_address(address: str) -> str | None:
 
     Returns None if `address` contains neither, or if this machine has no network.
     """
-    everywhere = next((wild for wild in ("//0.0.0.0:", "//[::]:") if wild in address), None)
-    if everywhere is None:
+    wildcard = next((wild for wild in ("//0.0.0.0:", "//[::]:") if wild in address), None)
+    if wildcard is None:
         return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # TEST-NET-1 (RFC 5737): this only selects a route and sends no packet
-            route.connect(("192.0.2.1", 9))
+            probe.connect(("192.0.2.1", 9))
         except OSError:
             return None
-        return address.replace(everywhere, f"//{route.getsockname()[0]}:")
+        return address.replace(wildcard, f"//{probe.getsockname()[0]}:")
 
 
 def port_of(socks: Sequence[socket.socket]) -> int:
@@ -159,22 +159,22 @@ def port_of(socks: Sequence[socket.socket]) -> int:
     return 0
 
 
-def _host_of(given: Sequence[socket.socket], settings: ServerSettings) -> str:
+def _inherited_host(socks: Sequence[socket.socket], settings: ServerSettings) -> str:
     """Return the host of the service manager's sockets, "" for a Unix socket.
 
     Raises UsageError if the sockets are open to other machines but the settings require no key.
     """
-    again = "`localllm service install` writes them again"
-    names = [sock.getsockname() for sock in given if sock.family != socket.AF_UNIX]
+    hint = "`localllm service install` writes them again"
+    names = [sock.getsockname() for sock in socks if sock.family != socket.AF_UNIX]
     if settings.api_key is None and not all(is_loopback(name[0]) for name in names):
         raise UsageError(
             "the service manager's socket can be reached from other machines, and no key is set",
-            hint=again,
+            hint=hint,
         )
     if names and (settings.unix_socket is not None or names[0][1] != settings.port):
         print(
             f"note: listening on the service manager's socket, port {names[0][1]}, which differs "
-            f"from the settings: {again}",
+            f"from the settings: {hint}",
             file=sys.stderr,
         )
     if names:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from localllm.cli.serve.installed_models import DiskModels
 from localllm.cli.serve.name_checks import alias_error
 from localllm.cli.serve.presets import Preset, load_presets
-from localllm.cli.serve.served_models import ServedModels, on_disk, real_path
+from localllm.cli.serve.served_models import ServedModels, local_model_of, resolved_path
 from localllm.cli.serve.upstreams import load_upstreams
 from localllm.errors import ModelNotFoundError, UsageError
 from localllm.library.types import LocalModel
@@ -78,10 +78,10 @@ def router_for(
     if not only or len(named) > 1:
         device = next((load.device for load in loads), None)
         served.admission = ModelAdmission(*memory_for_models(device))
-    themselves = [pair for preset, pair in zip(presets, named, strict=False) if preset is None]
-    installed = DiskModels(served, themselves, only=only)
+    without_preset = [pair for preset, pair in zip(presets, named, strict=False) if preset is None]
+    installed = DiskModels(served, without_preset, only=only)
     models = [model for _, model in named]
-    for local, model in themselves:
+    for local, model in without_preset:
         _add_adapters(served.adapter_models(local, model), models)
     for text in aliases:
         _add_alias(text, models, installed)
@@ -96,17 +96,17 @@ def _further_presets(
 
     A preset without a model on this disk is skipped, with a warning in the log.
     """
-    taken = {model.name.lower() for _, model in named}
-    paths = {real_path(local.path) for local, _ in named}
+    taken_names = {model.name.lower() for _, model in named}
+    named_paths = {resolved_path(local.path) for local, _ in named}
     for preset in served.presets:
-        if preset.name.lower() in taken:
+        if preset.name.lower() in taken_names:
             continue
-        local = on_disk(preset)
+        local = local_model_of(preset)
         if local is None:
             log.warning(
                 "skipped the preset %s: its model %s is not installed", preset.name, preset.model
             )
-        elif not only or real_path(local.path) in paths:
+        elif not only or resolved_path(local.path) in named_paths:
             yield local, served.model(local, preset)
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from localllm.cli.serve.listening import key_notice, listening, port_of, who_is_answered
+from localllm.cli.serve.listening import access_text, key_notice, listening, port_of
 from localllm.cli.serve.run import stop_when_terminated
 from localllm.cli.serve.running import published
 from localllm.cli.serve.upstreams import checked_url
@@ -33,21 +33,21 @@ async def serve_pool(
     with listening(secured) as (socks, address), published(secured, port_of(socks)):
         gc.enable()
         stop_when_terminated()
-        front = PoolFront(servers, secured, settings.value("pool_key"))
+        pool_front = PoolFront(servers, secured, settings.value("pool_key"))
         if secured.generated_key:
             print(key_notice(secured), file=sys.stderr)
         if not quiet:
             text = f"serving {len(servers)} server(s) on {address}  (Ctrl-C stops)"
-            print(f"{text}\n  {who_is_answered(secured)}", file=sys.stderr, flush=True)
+            print(f"{text}\n  {access_text(secured)}", file=sys.stderr, flush=True)
         try:
-            await serve_on(front.app, socks, secured)
+            await serve_on(pool_front.app, socks, secured)
         finally:
-            await front.http.close()
+            await pool_front.http.close()
 
 
 def nodes(settings: Settings) -> list[PoolNode]:
     """Return the servers of the pool, each named by host and port. Raises UsageError."""
-    found: dict[str, PoolNode] = {}
+    nodes_by_name: dict[str, PoolNode] = {}
     for text in settings.value("pool"):
         # A host on the command line or in a setting is allowed.
         host = (urlsplit(text).hostname or "").lower()
@@ -55,7 +55,7 @@ def nodes(settings: Settings) -> list[PoolNode]:
             text, [host], "--pool", keyed=settings.value("pool_key") is not None
         ).removesuffix("/v1")
         name = urlsplit(url).netloc
-        if name in found:
+        if name in nodes_by_name:
             raise UsageError(f"--pool names {name} twice")
-        found[name] = PoolNode(name, url)
-    return [*found.values()]
+        nodes_by_name[name] = PoolNode(name, url)
+    return [*nodes_by_name.values()]

@@ -22,9 +22,9 @@ from localllm.setting_table import LOADING, Value
 from localllm.settings import checked, setting
 
 # Defaults for requests that omit these fields, with the names and ranges of the request fields.
-_SAMPLED = tuple(name for name, allowed in SAMPLING_RANGES.items() if allowed.preset)
-_OWN = ("model", "aliases", "system", "thinking_budget", "idle_unload_min")
-KEYS = (*_OWN, *LOADING, *_SAMPLED)
+_SAMPLING_FIELDS = tuple(name for name, allowed in SAMPLING_RANGES.items() if allowed.preset)
+_OWN_FIELDS = ("model", "aliases", "system", "thinking_budget", "idle_unload_min")
+KEYS = (*_OWN_FIELDS, *LOADING, *_SAMPLING_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Preset:
 
     `loading`: settings that override the general ones.
     `sampling`, `system`, `thinking_tokens`: defaults for requests that omit them.
-    `of_itself`: the table configures the model of the same name and adds no new id.
+    `is_for_model`: the table configures the model of the same name and adds no new id.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Preset:
     idle_s: float | None = None
 
     @property
-    def of_itself(self) -> bool:
+    def is_for_model(self) -> bool:
         return self.name.lower() == self.model.lower()
 
 
@@ -68,16 +68,16 @@ def preset_and_model(
         return None, None
     table: NameTable[Preset] = NameTable()
     for preset in presets:
-        if not preset.of_itself:
+        if not preset.is_for_model:
             table.add(preset.name, preset)
         for alias in preset.aliases:
             table.add_alias(alias, preset)
-    named = find(typed, {Rule.SERVED: table.named}).first
-    if named is None:
+    named_preset = find(typed, {Rule.SERVED: table.named}).first
+    if named_preset is None:
         return None, typed
-    if named.of_itself:
-        return None, named.model
-    return named, named.model
+    if named_preset.is_for_model:
+        return None, named_preset.model
+    return named_preset, named_preset.model
 
 
 def _preset(name: str, table: dict[str, Any]) -> Preset:
@@ -98,27 +98,27 @@ def _preset(name: str, table: dict[str, Any]) -> Preset:
     }
     for key in LOADING:
         fields[key] = (Any, None)  # checked as settings below
-    for key in _SAMPLED:
-        field_of_request = GenerationFields.model_fields[key]
-        fields[key] = (field_of_request.annotation, field_of_request)
-    found = read_table(table, where, **fields)
+    for key in _SAMPLING_FIELDS:
+        request_field = GenerationFields.model_fields[key]
+        fields[key] = (request_field.annotation, request_field)
+    values = read_table(table, where, **fields)
     loading = {}
     for key in LOADING:
         if key in table:
             loading[key] = checked(setting(key), table[key], where)
     thinking_tokens = None
-    if found["thinking_budget"] >= 0:
-        thinking_tokens = found["thinking_budget"]
+    if values["thinking_budget"] >= 0:
+        thinking_tokens = values["thinking_budget"]
     idle_s = None
-    if found["idle_unload_min"] is not None:
-        idle_s = 60.0 * found["idle_unload_min"]
+    if values["idle_unload_min"] is not None:
+        idle_s = 60.0 * values["idle_unload_min"]
     return Preset(
         name=name,
-        model=found["model"] or name,
-        aliases=tuple(found["aliases"]),
+        model=values["model"] or name,
+        aliases=tuple(values["aliases"]),
         loading=loading,
-        sampling={key: found[key] for key in _SAMPLED if key in table},
-        system=found["system"],
+        sampling={key: values[key] for key in _SAMPLING_FIELDS if key in table},
+        system=values["system"],
         thinking_tokens=thinking_tokens,
         idle_s=idle_s,
     )

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 _MAX_NAMED = 5
-_LATER_S = 1.0
+_IMPORT_DELAY_S = 1.0
 # An embedding model has a worker of another kind, so the one started in advance gets no order.
-_ORDER_S = 0.1
+_ORDER_TIMEOUT_S = 0.1
 
 
 async def serve_until_stopped(
@@ -50,7 +50,7 @@ async def serve_until_stopped(
     named files are damaged.
     """
     from localllm.cli.serve.api_keys import key_path
-    from localllm.cli.serve.listening import key_notice, reachable_address, who_is_answered
+    from localllm.cli.serve.listening import access_text, key_notice, reachable_address
 
     def report(text: str) -> None:
         if not quiet:
@@ -69,25 +69,27 @@ async def serve_until_stopped(
     loading = asyncio.create_task(_load(router, report))
     tasks = [loading]
     try:
-        await until_ordered(loading)
+        await wait_until_ordered(loading)
         from localllm.cli.serve.decode_speed import DecodeSpeedWatch
         from localllm.memory.guard import memory_is_short
         from localllm.server.models.unloading import unload_idle
 
         on_event = None if quiet else report
-        warmed = partial(_warmed, loading, warm) if warm else None
+        warm_up_app = partial(_warm_up, loading, warm) if warm else None
         serving = asyncio.create_task(
-            _serve(router, settings, socks, store, on_event, loading, warmed)
+            _serve(router, settings, socks, store, on_event, loading, warm_up_app)
         )
-        watch = asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short))
-        tasks += [serving, watch, asyncio.create_task(DecodeSpeedWatch(router, report).run())]
+        unloading = asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short))
+        tasks += [serving, unloading, asyncio.create_task(DecodeSpeedWatch(router, report).run())]
         await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             await loading
             report(f"serving on {address}  (Ctrl-C stops)")
-            report(f"  {who_is_answered(settings)}")
-            if reachable := reachable_address(address):
-                report(f"  from another machine: localllm chat --url {reachable} --api-key KEY")
+            report(f"  {access_text(settings)}")
+            if network_address := reachable_address(address):
+                report(
+                    f"  from another machine: localllm chat --url {network_address} --api-key KEY"
+                )
         await serving
     finally:
         for task in tasks:
@@ -96,7 +98,7 @@ async def serve_until_stopped(
         await router.close()
 
 
-async def until_ordered(loading: asyncio.Task[None]) -> None:
+async def wait_until_ordered(loading: asyncio.Task[None]) -> None:
     """Wait until the worker has its order. Importing the server holds the interpreter for a third
     of a second, and the order would wait for it."""
     from localllm.engine.worker.pipe import ordered_ahead
@@ -104,7 +106,7 @@ async def until_ordered(loading: asyncio.Task[None]) -> None:
     ordering = asyncio.create_task(ordered_ahead())
     tasks = {loading, ordering}
     try:
-        await asyncio.wait(tasks, timeout=_ORDER_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, timeout=_ORDER_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
         ordering.cancel()
 
@@ -120,10 +122,10 @@ async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
     try:
         await router.preload()
     except LocalLLMError as e:
-        wanted = router.list()
+        models_needed = router.list()
         if isinstance(e, ModelFileError):
-            wanted = router.named
-        if router.upstreams is None and all(model.worker.failure for model in wanted):
+            models_needed = router.named
+        if router.upstreams is None and all(model.worker.failure for model in models_needed):
             raise
     finally:
         await end_ahead()
@@ -134,7 +136,7 @@ async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
             holder = holders.setdefault(id(model.worker), model.name)
             report(
                 f"  {model.name}: context {model.served_n_ctx:,} tokens, "
-                f"{_allocated(model, holder)}{_seeing(model)}{_running_on(model)}"
+                f"{_memory_text(model, holder)}{_media_text(model)}{_engine_text(model)}"
             )
         elif failure is not None:
             # Printed even if quiet.
@@ -145,43 +147,43 @@ async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
             needs = gb(model.facts.needs_bytes, 2)
             report(f"  {model.name} is loaded on its first request: {needs} do not fit now")
     if router.named and all(model.worker.failure for model in router.named):
-        _print_other_models(router)
+        _print_models_left(router)
 
 
-def _running_on(model: ServedModel) -> str:
+def _engine_text(model: ServedModel) -> str:
     """Return the engine with its version, the type of the KV cache, the drafter and the
     accelerator."""
     described = model.facts.details.get("runs_on")
     return f"; {described}" if described else ""
 
 
-def _seeing(model: ServedModel) -> str:
+def _media_text(model: ServedModel) -> str:
     """Return whether the model reads images and sounds, if it has a projector."""
-    reads = {"vision": "images", "audio": "sounds"}
-    found = [word for name, word in reads.items() if name in model.capabilities]
-    if found:
-        return f", reads {' and '.join(found)}"
-    off = model.facts.details.get("images_off")
-    if off:
-        return f", reads no images: {off}"
+    media = {"vision": "images", "audio": "sounds"}
+    readable = [word for name, word in media.items() if name in model.capabilities]
+    if readable:
+        return f", reads {' and '.join(readable)}"
+    reason = model.facts.details.get("images_off")
+    if reason:
+        return f", reads no images: {reason}"
     return ""
 
 
-def _print_other_models(router: ModelRouter) -> None:
+def _print_models_left(router: ModelRouter) -> None:
     """Print the other models that the server offers after all named models failed to load.
 
     This is printed even if quiet.
     """
 
-    failed = {model.name for model in router.named}
-    others = [model.name for model in router.list() if model.name not in failed]
-    more = ""
-    if len(others) > _MAX_NAMED:
-        more = f" and {len(others) - _MAX_NAMED} more"
-    names = ", ".join(others[:_MAX_NAMED])
+    failed_names = {model.name for model in router.named}
+    other_names = [model.name for model in router.list() if model.name not in failed_names]
+    more_text = ""
+    if len(other_names) > _MAX_NAMED:
+        more_text = f" and {len(other_names) - _MAX_NAMED} more"
+    names = ", ".join(other_names[:_MAX_NAMED])
     print(
         "no model is loaded; requests can name another installed model "
-        f"({names}{more}); Ctrl-C stops",
+        f"({names}{more_text}); Ctrl-C stops",
         file=sys.stderr,
         flush=True,
     )
@@ -194,32 +196,34 @@ async def _serve(
     store: LibraryStore | None,
     report: Callable[[str], None] | None,
     loading: asyncio.Task[None],
-    warmed: Callable[[Starlette], Coroutine[None, None, None]] | None,
+    warm_up_app: Callable[[Starlette], Coroutine[None, None, None]] | None,
 ) -> None:
     app, serve_on = await asyncio.to_thread(application, router, settings, store)
     # While the model loads, its worker needs the processors, and then the first request does.
     loop = asyncio.get_running_loop()
-    loading.add_done_callback(lambda _: loop.call_later(_LATER_S, _in_thread, _prepare_rest, app))
-    served = app if report is None else with_lines(app, report)
-    if warmed is None:
-        await serve_on(served, socks, settings)
+    loading.add_done_callback(
+        lambda _: loop.call_later(_IMPORT_DELAY_S, _in_thread, _import_other_dialects, app)
+    )
+    served_app = app if report is None else with_request_log(app, report)
+    if warm_up_app is None:
+        await serve_on(served_app, socks, settings)
         return
-    warming = asyncio.create_task(warmed(app))
+    warming = asyncio.create_task(warm_up_app(app))
     try:
-        await serve_on(served, socks, settings)
+        await serve_on(served_app, socks, settings)
     finally:
         warming.cancel()
         await asyncio.gather(warming, return_exceptions=True)
 
 
-async def _warmed(loading: asyncio.Task[None], wanted: str, app: Starlette) -> None:
+async def _warm_up(loading: asyncio.Task[None], warm: str, app: Starlette) -> None:
     """Prefill instructions once the models are loaded. An error is printed, and the server
     continues."""
-    from localllm.cli.serve.warm_file import request_of
+    from localllm.cli.serve.warm_file import warming_request
     from localllm.server.warming import Warming
 
     try:
-        warming = Warming(app.state.server, request_of(wanted))
+        warming = Warming(app.state.server, warming_request(warm))
         app.state.server.warming = warming
         await asyncio.wait({loading})
         await warming.run()
@@ -246,7 +250,7 @@ def application(
         from localllm.server.http.run import serve_on
 
         app = create_app(router, settings=settings, store=store, power=power_figures)
-        _in_thread(_prepare_first, app)
+        _in_thread(_import_first_dialect, app)
         return app, serve_on
     finally:
         gc.freeze()
@@ -259,24 +263,24 @@ def _in_thread(prepare: Callable[[Starlette], None], app: Starlette) -> None:
     threading.Thread(target=prepare, args=[app], name="first uses", daemon=True).start()
 
 
-def _prepare_first(app: Starlette) -> None:
+def _import_first_dialect(app: Starlette) -> None:
     """Import OpenAI's chat, the most likely first request, and then start the template process.
     Both at the same time would take a processor from the worker that loads."""
     from localllm.conversation.template import warm_up
     from localllm.server.dialects.openapi import build_bodies
 
-    first, _ = app.state.dialects
-    first.paths()
+    first_dialect, _ = app.state.dialects
+    first_dialect.paths()
     build_bodies()
     warm_up()
 
 
-def _prepare_rest(app: Starlette) -> None:
+def _import_other_dialects(app: Starlette) -> None:
     """Import the other dialects."""
     from localllm.server.dialects.openapi import build_bodies
 
-    _, others = app.state.dialects
-    others.paths()
+    _, other_dialects = app.state.dialects
+    other_dialects.paths()
     build_bodies()
 
 
@@ -298,7 +302,7 @@ def stop_when_terminated() -> None:
             loop.add_signal_handler(signal.SIGHUP, task.cancel)
 
 
-def _allocated(model: ServedModel, holder: str) -> str:
+def _memory_text(model: ServedModel, holder: str) -> str:
     """Return the memory of the worker's model and context, or the planned size if it is unknown.
 
     Names that share a worker have it in the line of the first one, the `holder`.
@@ -313,10 +317,10 @@ def _allocated(model: ServedModel, holder: str) -> str:
 
 # Paths that answer 503 until a model is loaded. Pollers ask them many times a second, and the
 # server itself reports the progress and the failure of a load.
-_HEALTH = ("/health", "/v1/health")
+_HEALTH_PATHS = ("/health", "/v1/health")
 # Paths that monitoring tools request often. They are logged only if they fail.
-_WATCHERS = (
-    *_HEALTH,
+_MONITORING_PATHS = (
+    *_HEALTH_PATHS,
     "/metrics",
     "/v1/models",
     "/api/tags",
@@ -326,10 +330,10 @@ _WATCHERS = (
     "/v1/responses/input_tokens",
     "/tokenize",
 )
-_MAX_PATH = 60
+_MAX_PATH_CHARS = 60
 
 
-def with_lines(
+def with_request_log(
     app: App, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
 ) -> App:
     """Wrap `app` so that it reports each finished request: time, path, status, seconds, and the
@@ -347,14 +351,14 @@ def with_lines(
         figures: list[str] = []
         LOGGED.set(figures)
 
-        async def sending(message: Message) -> None:
+        async def send_and_note_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await app(scope, receive, sending)
+            await app(scope, receive, send_and_note_status)
         finally:
             if _is_logged(scope["path"], status):
                 report(", ".join([_line(scope, status, clock() - started_s), *figures]))
@@ -363,16 +367,16 @@ def with_lines(
 
 
 def _is_logged(path: str, status: int) -> bool:
-    if status == 503 and path in _HEALTH:
+    if status == 503 and path in _HEALTH_PATHS:
         return False
-    return status >= 400 or path not in _WATCHERS
+    return status >= 400 or path not in _MONITORING_PATHS
 
 
 def _line(scope: Scope, status: int, took_s: float) -> str:
     # A path comes from the client: it must not control the terminal.
-    path = "".join(c if c.isprintable() else "?" for c in scope["path"])
-    if len(path) > _MAX_PATH:
-        path = path[: _MAX_PATH - 1] + "…"
+    path = "".join(char if char.isprintable() else "?" for char in scope["path"])
+    if len(path) > _MAX_PATH_CHARS:
+        path = path[: _MAX_PATH_CHARS - 1] + "…"
     result = str(status) if status else "client disconnected before the answer"
-    now = time.strftime("%H:%M:%S")
-    return f"{now}  {scope['method']} {path}  {result}  {took_s:.2f} s"
+    time_text = time.strftime("%H:%M:%S")
+    return f"{time_text}  {scope['method']} {path}  {result}  {took_s:.2f} s"

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 # the user.
 Key = Literal["none", "kept", "chosen"]
 # The start time of a process has a resolution of 1/100 s and is derived from the boot time.
-SAME_START_S = 2.0
-_LONGEST_FILE_BYTES = 4096
+START_TOLERANCE_S = 2.0
+_MAX_FILE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningServer:
     """A running server.
 
     `base_url`: ends in /v1.
@@ -61,7 +61,7 @@ def published(settings: ServerSettings, port: int) -> Iterator[None]:
     The server also runs if the file can't be written.
     """
     file = folder() / f"{os.getpid()}.json"
-    json_store.keep(file, asdict(_of(settings, port)))
+    json_store.keep(file, asdict(_this_server(settings, port)))
     try:
         yield
     finally:
@@ -69,7 +69,7 @@ def published(settings: ServerSettings, port: int) -> Iterator[None]:
             file.unlink()
 
 
-def running() -> list[Running]:
+def running_servers() -> list[RunningServer]:
     """Return the running servers of this user on this machine, the newest first.
 
     Files of servers that no longer run are deleted.
@@ -78,20 +78,20 @@ def running() -> list[Running]:
         files = sorted(paths.regular_files(folder(), "*.json"))
     except OSError:
         return []
-    found = []
+    servers = []
     for file in files:
         server = _read(file)
         if server is None or server.host != socket.gethostname():
             continue  # a server of another machine, if the folder is on a shared disk
-        if _lives(server):
-            found.append(server)
+        if _is_alive(server):
+            servers.append(server)
         else:
             with suppress(OSError):
                 file.unlink()
-    return sorted(found, key=attrgetter("started_s"), reverse=True)
+    return sorted(servers, key=attrgetter("started_s"), reverse=True)
 
 
-def _of(settings: ServerSettings, port: int) -> Running:
+def _this_server(settings: ServerSettings, port: int) -> RunningServer:
     import psutil
 
     key: Key = "chosen"
@@ -100,17 +100,17 @@ def _of(settings: ServerSettings, port: int) -> Running:
     elif settings.generated_key:
         key = "kept"
     scheme = "http" if settings.tls is None else "https"
-    url = f"{scheme}://{_reached_at(settings.host)}:{port}/v1"
+    url = f"{scheme}://{_local_host(settings.host)}:{port}/v1"
     path = ""
     if settings.unix_socket:
         url = "http://localhost/v1"
         path = str(Path(settings.unix_socket).expanduser().resolve())
-    return Running(
+    return RunningServer(
         url, os.getpid(), psutil.Process().create_time(), socket.gethostname(), key, path
     )
 
 
-def _reached_at(host: str) -> str:
+def _local_host(host: str) -> str:
     """Return the host that reaches a server listening on `host` from this machine."""
     if host in ("0.0.0.0", "localhost"):
         return "127.0.0.1"
@@ -121,14 +121,14 @@ def _reached_at(host: str) -> str:
     return host
 
 
-def _read(file: Path) -> Running | None:
+def _read(file: Path) -> RunningServer | None:
     """Read one file. Returns None if its content is invalid or if others could have written it."""
     try:
-        with file.open("rb") as f:
-            about = os.fstat(f.fileno())
-            if os.name == "posix" and (about.st_uid != os.getuid() or about.st_mode & 0o077):
+        with file.open("rb") as stream:
+            status = os.fstat(stream.fileno())
+            if os.name == "posix" and (status.st_uid != os.getuid() or status.st_mode & 0o077):
                 return None
-            server = json_store.record(Running, json.loads(f.read(_LONGEST_FILE_BYTES)))
+            server = json_store.record(RunningServer, json.loads(stream.read(_MAX_FILE_BYTES)))
     except (OSError, ValueError):
         return None
     if server is None or server.key in ("none", "kept"):
@@ -136,12 +136,12 @@ def _read(file: Path) -> Running | None:
     return replace(server, key="chosen")
 
 
-def _lives(server: Running) -> bool:
+def _is_alive(server: RunningServer) -> bool:
     import psutil
 
     try:
         process = psutil.Process(server.pid)
-        if abs(process.create_time() - server.started_s) >= SAME_START_S:
+        if abs(process.create_time() - server.started_s) >= START_TOLERANCE_S:
             return False
         return process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, ValueError):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from localllm.cli.engine_builds import EngineFallback
 from localllm.cli.serve.presets import Preset, preset_and_model
-from localllm.cli.serve.shared_adapters import Lora, can_share, numbered, together
+from localllm.cli.serve.shared_adapters import Lora, adapter_numbers, can_share, joined_adapters
 from localllm.device.detect import detect
 from localllm.device.types import Device
 from localllm.engine.messages import Sampling
@@ -62,13 +62,13 @@ class ServedModels:
         self.admission: ModelAdmission | None = None
         self._settings = settings
         self._all_presets = presets
-        self.presets = [p for p in presets if not p.of_itself]
-        self._of_itself: dict[Path, Preset] = {}
+        self.presets = [preset for preset in presets if not preset.is_for_model]
+        self._model_tables: dict[Path, Preset] = {}
         for preset in presets:
-            if preset.of_itself and (local := on_disk(preset)) is not None:
-                self._of_itself[real_path(local.path)] = preset
+            if preset.is_for_model and (local := local_model_of(preset)) is not None:
+                self._model_tables[resolved_path(local.path)] = preset
         self._workers: dict[tuple[Path, Loading, Lora], ModelWorker] = {}
-        self._shared: dict[tuple[Path, Loading], Lora] = {}
+        self._shared_adapters: dict[tuple[Path, Loading], Lora] = {}
 
     def load_plans(
         self, references: Sequence[str | None]
@@ -78,24 +78,24 @@ class ServedModels:
         Raises the same errors as `load_plan_named`.
         """
         presets: list[Preset | None] = []
-        texts: list[str | None] = []
-        own: list[Settings] = []
+        model_names: list[str | None] = []
+        settings_of_models: list[Settings] = []
         for reference in references:
-            typed = reference or self._settings.value("model")
-            preset, text = preset_and_model(self._all_presets, typed)
+            name = reference or self._settings.value("model")
+            preset, model_name = preset_and_model(self._all_presets, name)
             presets.append(preset)
-            texts.append(text)
-            local = resolve(text)
-            chosen = self.settings_for(local, preset)
-            own.append(chosen)
-            prepare_ahead(local.path, chosen.value("backend"))
-        return load_plans_together(texts, self._settings, own), presets
+            model_names.append(model_name)
+            local = resolve(model_name)
+            model_settings = self.settings_for(local, preset)
+            settings_of_models.append(model_settings)
+            prepare_ahead(local.path, model_settings.value("backend"))
+        return load_plans_together(model_names, self._settings, settings_of_models), presets
 
     def settings_for(self, local: LocalModel, preset: Preset | None) -> Settings:
         """Return the settings that load `local`, as itself or through `preset`."""
-        stated = self._preset_of(local, preset)
-        settings = self._settings.preset(stated.loading)
-        return settings.preset({"lora": self._loaded(local, stated)})
+        merged_preset = self._preset_of(local, preset)
+        settings = self._settings.preset(merged_preset.loading)
+        return settings.preset({"lora": self._loaded_adapters(local, merged_preset)})
 
     def model(
         self, local: LocalModel, preset: Preset | None, load: LoadPlan | None = None
@@ -104,89 +104,110 @@ class ServedModels:
 
         It is already planned as `load`, or it is planned on request.
         """
-        stated = self._preset_of(local, preset)
+        merged_preset = self._preset_of(local, preset)
         worker = self._worker(local, preset, load)
         adapters = None
-        if self._lora(stated) != self._lora(self._preset_of(local, None)):
-            adapters = numbered(self._lora(stated), self._loaded(local, stated))
+        if self._adapters_of(merged_preset) != self._adapters_of(self._preset_of(local, None)):
+            adapters = adapter_numbers(
+                self._adapters_of(merged_preset), self._loaded_adapters(local, merged_preset)
+            )
         defaults = ModelDefaults(
-            stated.sampling, stated.system, stated.thinking_tokens, adapters=adapters
+            merged_preset.sampling,
+            merged_preset.system,
+            merged_preset.thinking_tokens,
+            adapters=adapters,
         )
-        return ServedModel(stated.name, aliases=stated.aliases, worker=worker, defaults=defaults)
+        return ServedModel(
+            merged_preset.name, aliases=merged_preset.aliases, worker=worker, defaults=defaults
+        )
 
     def adapter_models(self, local: LocalModel, model: ServedModel) -> Iterator[ServedModel]:
         """Yield each adapter of the `lora` setting as a name of its own, as vLLM does. `model` is
         `local` as itself."""
-        stated = self._preset_of(local, None)
-        lora = self._lora(stated)
-        for number, scale in numbered(lora, self._loaded(local, stated)) or ():
+        merged_preset = self._preset_of(local, None)
+        lora = self._adapters_of(merged_preset)
+        for number, scale in (
+            adapter_numbers(lora, self._loaded_adapters(local, merged_preset)) or ()
+        ):
             name = file_and_scale(lora[number])[0].name.removesuffix(".gguf")
             defaults = replace(model.defaults, adapters=((number, scale or 1.0),))
             yield ServedModel(name, worker=model.worker, defaults=defaults)
 
-    def _lora(self, stated: Preset) -> Lora:
+    def _adapters_of(self, merged_preset: Preset) -> Lora:
         """Return the adapters that requests to this name apply."""
-        return tuple(self._settings.preset(stated.loading).value("lora"))
+        return tuple(self._settings.preset(merged_preset.loading).value("lora"))
 
-    def _loaded(self, local: LocalModel, stated: Preset) -> Lora:
+    def _loaded_adapters(self, local: LocalModel, merged_preset: Preset) -> Lora:
         """Return the adapters that the worker of this name loads.
 
         Names of one model that differ only in their adapters share a worker with all of them. The
         worker's own scales are those of the model itself.
         """
-        own = self._lora(stated)
-        key = (real_path(local.path), _loading(stated))
-        if key not in self._shared:
-            itself = self._preset_of(local, None)
-            alike = [self._preset_of(local, preset) for preset in self._presets_of(key[0])]
-            loras = [self._lora(p) for p in alike if _loading(p) == key[1]]
-            fitting = can_share(local, [lora for lora in loras if lora], self._settings)
-            base = self._lora(itself) if _loading(itself) == key[1] else ()
-            self._shared[key] = together(base, fitting)
-        if numbered(own, self._shared[key]) is None:
-            return own
-        return self._shared[key]
+        own_adapters = self._adapters_of(merged_preset)
+        key = (resolved_path(local.path), _load_options(merged_preset))
+        if key not in self._shared_adapters:
+            model_preset = self._preset_of(local, None)
+            presets_of_model = [
+                self._preset_of(local, preset) for preset in self._presets_of(key[0])
+            ]
+            loras = [
+                self._adapters_of(preset)
+                for preset in presets_of_model
+                if _load_options(preset) == key[1]
+            ]
+            sharable = can_share(local, [lora for lora in loras if lora], self._settings)
+            model_adapters = (
+                self._adapters_of(model_preset) if _load_options(model_preset) == key[1] else ()
+            )
+            self._shared_adapters[key] = joined_adapters(model_adapters, sharable)
+        if adapter_numbers(own_adapters, self._shared_adapters[key]) is None:
+            return own_adapters
+        return self._shared_adapters[key]
 
     def _presets_of(self, path: Path) -> list[Preset]:
         """Return the presets of the model at `path`."""
-        found = []
+        presets = []
         for preset in self.presets:
-            local = on_disk(preset)
-            if local is not None and real_path(local.path) == path:
-                found.append(preset)
-        return found
+            local = local_model_of(preset)
+            if local is not None and resolved_path(local.path) == path:
+                presets.append(preset)
+        return presets
 
     def _preset_of(self, local: LocalModel, preset: Preset | None) -> Preset:
         """Return the config of `local`, as itself or through `preset`.
 
         Values that a preset omits come from the table of the model itself.
         """
-        itself = Preset(name=local.name, model=local.name)
-        own = self._of_itself.get(real_path(local.path), itself)
+        empty_table = Preset(name=local.name, model=local.name)
+        table = self._model_tables.get(resolved_path(local.path), empty_table)
         if preset is None:
-            return replace(own, name=local.name)
-        tokens = preset.thinking_tokens
+            return replace(table, name=local.name)
+        thinking_tokens = preset.thinking_tokens
         idle_s = preset.idle_s
         return replace(
             preset,
-            loading={**own.loading, **preset.loading},
-            sampling={**own.sampling, **preset.sampling},
-            system=preset.system or own.system,
-            thinking_tokens=own.thinking_tokens if tokens is None else tokens,
-            idle_s=own.idle_s if idle_s is None else idle_s,
+            loading={**table.loading, **preset.loading},
+            sampling={**table.sampling, **preset.sampling},
+            system=preset.system or table.system,
+            thinking_tokens=table.thinking_tokens if thinking_tokens is None else thinking_tokens,
+            idle_s=table.idle_s if idle_s is None else idle_s,
         )
 
     def _worker(
         self, local: LocalModel, preset: Preset | None, load: LoadPlan | None
     ) -> ModelWorker:
-        stated = self._preset_of(local, preset)
-        key = (real_path(local.path), _loading(stated), self._loaded(local, stated))
+        merged_preset = self._preset_of(local, preset)
+        key = (
+            resolved_path(local.path),
+            _load_options(merged_preset),
+            self._loaded_adapters(local, merged_preset),
+        )
         if key not in self._workers:
             name = local.name
             if preset is not None and key[1]:
                 name = preset.name
             if load is not None:
-                worker = ModelWorker(name, planned(load), idle_s=stated.idle_s)
+                worker = ModelWorker(name, planned_model(load), idle_s=merged_preset.idle_s)
             else:
                 # Names and sizes of files are known before the model is planned.
                 facts = ModelMetadata(details=_details(local, ""))
@@ -194,7 +215,7 @@ class ServedModels:
                     name,
                     PlannedModel(UnplannedHost(), facts),
                     plan=self._planner(local, self.settings_for(local, preset)),
-                    idle_s=stated.idle_s,
+                    idle_s=merged_preset.idle_s,
                 )
             worker.admission = self.admission
             self._workers[key] = worker
@@ -202,38 +223,42 @@ class ServedModels:
 
     def _planner(self, local: LocalModel, settings: Settings) -> Callable[[int], PlannedModel]:
         def plan(spare_bytes: int) -> PlannedModel:
-            return planned(make_load_plan(local, settings, "coding", of=2, spare_bytes=spare_bytes))
+            return planned_model(
+                make_load_plan(local, settings, "coding", of=2, spare_bytes=spare_bytes)
+            )
 
         return plan
 
 
-def _loading(stated: Preset) -> Loading:
+def _load_options(merged_preset: Preset) -> Loading:
     """Return the load options apart from adapters."""
-    return tuple(sorted((k, v) for k, v in stated.loading.items() if k != "lora"))
+    return tuple(
+        sorted((name, value) for name, value in merged_preset.loading.items() if name != "lora")
+    )
 
 
-def planned(load: LoadPlan) -> PlannedModel:
+def planned_model(load: LoadPlan) -> PlannedModel:
     """Convert a LoadPlan to the server's type."""
-    loading = LoadProgress()
+    progress = LoadProgress()
 
     def smaller() -> WorkerOptions | None:
-        less = load.smaller()
-        if less is None:
+        smaller_load = load.smaller()
+        if smaller_load is None:
             return None
-        loading.notice = _given_up(load, less)
-        log.warning("%s: %s", load.name, loading.notice)
-        return less.options
+        progress.notice = _reductions_text(load, smaller_load)
+        log.warning("%s: %s", load.name, progress.notice)
+        return smaller_load.options
 
     host: Host
     if load.embedding is not None:
         host = Supervisor(load.embedding)
     else:
-        host = Supervisor(load.options, loading, smaller=smaller, observer=EngineFallback())
+        host = Supervisor(load.options, progress, smaller=smaller, observer=EngineFallback())
     plan = load.plan
     n_ctx = None
     architecture = ""
     figures: dict[str, object] = {}
-    runs_on = _runs_on(load)
+    runs_on = _engine_text(load)
     if plan is not None:
         device = load.device or detect()
         figures = _physics(plan, device, load.options.engine.get("power", 1.0))
@@ -255,10 +280,10 @@ def planned(load: LoadPlan) -> PlannedModel:
         adapters=load.options.spec.adapters,
         physics=figures,
     )
-    return PlannedModel(host, facts, loading)
+    return PlannedModel(host, facts, progress)
 
 
-def _runs_on(load: LoadPlan) -> str:
+def _engine_text(load: LoadPlan) -> str:
     """Describe the engine with its version, the KV cache and the drafter."""
     engine = backends.for_path(str(load.local.path), load.options.backend).declaration
     parts = [engine_title(engine)]
@@ -274,21 +299,28 @@ def _runs_on(load: LoadPlan) -> str:
     return ", ".join(parts)
 
 
-def _given_up(load: LoadPlan, less: LoadPlan) -> str:
+def _reductions_text(load: LoadPlan, smaller_load: LoadPlan) -> str:
     """Describe the reductions after a load ran out of memory."""
     requested = load.options.spec
-    got = less.options.spec
-    given_up = []
-    if got.n_ctx < requested.n_ctx:
-        given_up.append(f"{got.n_ctx:,} tokens of context instead of {requested.n_ctx:,}")
-    if (got.kv_type_k, got.kv_type_v) != (requested.kv_type_k, requested.kv_type_v):
-        given_up.append(f"{got.kv_type_k} instead of {requested.kv_type_k} for its KV cache")
-    if got.placement != requested.placement:
-        given_up.append("fewer layers on the GPU")
-    if load.projector.file is not None and less.projector.file is None:
-        given_up.append("no images")
-    instead = " and ".join(given_up) or "smaller buffers"
-    return f"memory ran out during loading; loading it again with {instead}"
+    smaller_spec = smaller_load.options.spec
+    reductions = []
+    if smaller_spec.n_ctx < requested.n_ctx:
+        reductions.append(
+            f"{smaller_spec.n_ctx:,} tokens of context instead of {requested.n_ctx:,}"
+        )
+    if (smaller_spec.kv_type_k, smaller_spec.kv_type_v) != (
+        requested.kv_type_k,
+        requested.kv_type_v,
+    ):
+        reductions.append(
+            f"{smaller_spec.kv_type_k} instead of {requested.kv_type_k} for its KV cache"
+        )
+    if smaller_spec.placement != requested.placement:
+        reductions.append("fewer layers on the GPU")
+    if load.projector.file is not None and smaller_load.projector.file is None:
+        reductions.append("no images")
+    reductions_text = " and ".join(reductions) or "smaller buffers"
+    return f"memory ran out during loading; loading it again with {reductions_text}"
 
 
 def own_sampling(plan: Plan | None, *, thinks: bool = True) -> Sampling:
@@ -302,13 +334,13 @@ def own_sampling(plan: Plan | None, *, thinks: bool = True) -> Sampling:
     sources = [plan.model.sampling]
     if not thinks and plan.model.sampling_non_thinking is not None:
         sources.append(plan.model.sampling_non_thinking)
-    stated = {}
+    recommended = {}
     for source in sources:
         for name in ("temperature", "top_p", "top_k", "min_p", "repeat_penalty"):
             value = getattr(source, name)
             if value is not None:
-                stated[name] = value
-    return Sampling(**stated)
+                recommended[name] = value
+    return Sampling(**recommended)
 
 
 def _physics(plan: Plan, device: Device, power: object) -> dict[str, object]:
@@ -327,7 +359,7 @@ def _details(local: LocalModel, architecture: str) -> dict[str, object]:
     }
 
 
-def on_disk(preset: Preset) -> LocalModel | None:
+def local_model_of(preset: Preset) -> LocalModel | None:
     """Return the model of a preset, or None if it is not on this disk.
 
     Raises UsageError for a preset that can't be read.
@@ -340,6 +372,6 @@ def on_disk(preset: Preset) -> LocalModel | None:
         raise UsageError(f"[models.{preset.name}] of config.toml: {e.message}", hint=e.hint) from e
 
 
-def real_path(path: Path) -> Path:
+def resolved_path(path: Path) -> Path:
     """Resolve links in `path`, so that each file has one path."""
     return Path(os.path.realpath(path))

@@ -20,30 +20,30 @@ from localllm_catalog.gguf import GgufHeader
 Lora = tuple[str, ...]
 
 
-def together(own: Lora, others: Iterable[Lora]) -> Lora:
+def joined_adapters(own: Lora, others: Iterable[Lora]) -> Lora:
     """Return the adapters of a worker: `own` with their scales, then those of `others` with scale
     0, each file once."""
-    loaded = list(own)
+    loaded_adapters = list(own)
     files = {file_and_scale(text)[0] for text in own}
     for text in chain.from_iterable(others):
         file = file_and_scale(text)[0]
         if file not in files:
             files.add(file)
-            loaded.append(f"{file}:0")
-    return tuple(loaded)
+            loaded_adapters.append(f"{file}:0")
+    return tuple(loaded_adapters)
 
 
-def numbered(lora: Lora, loaded: Lora) -> tuple[tuple[int, float], ...] | None:
+def adapter_numbers(lora: Lora, loaded: Lora) -> tuple[tuple[int, float], ...] | None:
     """Return the adapters of `lora` as (number, scale) in `loaded`, or None if one is not
     loaded."""
     numbers = {file_and_scale(text)[0]: number for number, text in enumerate(loaded)}
-    found = []
+    adapters = []
     for text in lora:
         file, scale = file_and_scale(text)
         if file not in numbers:
             return None
-        found.append((numbers[file], scale))
-    return tuple(found)
+        adapters.append((numbers[file], scale))
+    return tuple(adapters)
 
 
 def can_share(local: LocalModel, loras: Sequence[Lora], settings: Settings) -> list[Lora]:

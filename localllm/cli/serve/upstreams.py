@@ -33,20 +33,20 @@ def load_upstreams(allowed: Sequence[str]) -> Upstreams | None:
         raise UsageError(f"{config_path()}: write each upstream as a table [[upstream]]")
     if not tables:
         return None
-    found = [_upstream(table, allowed) for table in tables]
-    names = [u.name for u in found]
+    upstreams = [_upstream(table, allowed) for table in tables]
+    names = [upstream.name for upstream in upstreams]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"two tables of [[upstream]] in {config_path()} are named {name!r}")
-    return Upstreams(found)
+    return Upstreams(upstreams)
 
 
 def _upstream(table: dict[str, Any], allowed: Sequence[str]) -> Upstream:
     from pydantic import Field
 
     where = f"[[upstream]] {table.get('name', '')!r} of config.toml"
-    some = Field(min_length=1)
-    text = Annotated[str, some]
+    non_empty = Field(min_length=1)
+    text = Annotated[str, non_empty]
     seconds = Annotated[float, Field(ge=1, le=86400)]
     values = read_table(
         table,
@@ -56,7 +56,7 @@ def _upstream(table: dict[str, Any], allowed: Sequence[str]) -> Upstream:
         models=(list[text] | dict[text, text], []),
         key_env=(text | None, None),
         spill=(bool, False),
-        speaks=(Annotated[list[Dialect], some], ["openai"]),
+        speaks=(Annotated[list[Dialect], non_empty], ["openai"]),
         silence_s=(seconds, 600.0),
     )
     name = values["name"]
@@ -94,7 +94,7 @@ def checked_url(url: str, allowed: Sequence[str], where: str, *, keyed: bool) ->
         raise UsageError(f"the address {url!r} in {where} must be http(s)://host:port/v1")
     if is_loopback(host):
         return url.rstrip("/")
-    if not any(_matches(host, one) for one in allowed):
+    if not any(_matches(host, allowed_host) for allowed_host in allowed):
         raise UsageError(
             f"{where} is on {host}, which allow_upstream does not list",
             hint="if that machine may read your prompts, set "

@@ -13,22 +13,22 @@ from localllm.server.models.router import ServedModel
 from localllm.server.warming import RequestFor
 
 # The value of `--warm` for the instructions that clients sent last.
-LAST = "last"
+LAST_REQUESTS = "last"
 _MAX_BYTES = 2**22
 
 
-def request_of(wanted: str) -> RequestFor | None:
+def warming_request(file_or_last: str) -> RequestFor | None:
     """Return the function that makes the file's request for a model, or None for `last`. JSON is a chat
     request with messages and tools, and any other text is the system prompt. Raises UsageError."""
-    if wanted == LAST:
+    if file_or_last == LAST_REQUESTS:
         return None
-    file = Path(wanted).expanduser()
+    file = Path(file_or_last).expanduser()
     try:
         text = paths.file_text(file, _MAX_BYTES)
     except (OSError, UnicodeDecodeError) as e:
-        why = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
         raise UsageError(
-            f"--warm {file} can't be read: {why}",
+            f"--warm {file} can't be read: {reason}",
             hint="name a text file with a system prompt, a JSON file with a chat request, or last",
         ) from e
     body = json_store.parsed(text)
