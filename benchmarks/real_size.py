@@ -181,7 +181,7 @@ def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
         "planned_gb": plan.memory.total_bytes / 1e9,
     }
     if plan.fits == "no":
-        return {**found, "refused": explanations.does_not_fit(plan, device)}
+        return {**found, "refused": explanations.does_not_fit_text(plan, device)}
     from localllm.load.options import load_spec
     from localllm_backends.contract import Chunk
     from localllm_backends.llamacpp import backend_type

@@ -34,8 +34,8 @@ class Row:
     """One measurement in the terms of a law: `seconds` of a step of `batch` sequences, or of one
     prompt token.
 
-    `token_s`: the time of one token's arithmetic at the machine's nominal rate. `further`: the
-    addition by sequences after the first, in the terms of their law.
+    `token_s`: the time of one token's arithmetic at the machine's nominal rate.
+    `further_sequences`: the addition by sequences after the first, in the terms of their law.
     """
 
     device: str

@@ -6,9 +6,9 @@ from localllm.planner.bytes_per_token import facts
 from localllm.planner.types import RunSettings
 from localllm_catalog.types import Model
 
-_BYTES = 2
+_SCORE_BYTES = 2
 # The fewest tokens that our MLX backend computes at once (localllm_backends/mlx/stepping.py).
-_MLX_PIECE = 64
+_MLX_MIN_CHUNK = 64
 # How often a score passes through memory without a fused kernel. The product with the keys writes
 # it. Masking and softmax each read and write it. The product with the values reads it.
 _PASSES = 6
@@ -24,16 +24,16 @@ def scores_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ..
     `mx.get_peak_memory` on the CPU.) Latent attention passes the scores of its rotated part as a
     mask.
     """
-    most = 0
+    largest_pairs = 0
     for layer, _ in facts(model).groups:
         if layer.mixer.is_fused(fused_heads):
             continue
-        seen = int(layer.mixer.seen(settings.n_ctx, settings.n_batch))
-        pairs = min(settings.n_batch, seen) * seen
+        n_seen = int(layer.mixer.seen(settings.n_ctx, settings.n_batch))
+        n_pairs = min(settings.n_batch, n_seen) * n_seen
         if settings.scores_at_once:
-            pairs = min(pairs, max(settings.scores_at_once, _MLX_PIECE * seen))
-        most = max(most, pairs)
-    return (_BYTES * model.n_heads + 1) * most
+            n_pairs = min(n_pairs, max(settings.scores_at_once, _MLX_MIN_CHUNK * n_seen))
+        largest_pairs = max(largest_pairs, n_pairs)
+    return (_SCORE_BYTES * model.n_heads + 1) * largest_pairs
 
 
 def moved_bytes(model: Model, context: float, fused_heads: tuple[int, ...]) -> float:
@@ -42,9 +42,9 @@ def moved_bytes(model: Model, context: float, fused_heads: tuple[int, ...]) -> f
 
     `context` is the number of tokens that its attention covers.
     """
-    moved = 0.0
+    n_scores = 0.0
     for layer, count in facts(model).groups:
         mixer = layer.mixer
         if not mixer.is_fused(fused_heads):
-            moved += count * mixer.heads(model.n_heads) * mixer.seen(context)
-    return _PASSES * _BYTES * moved
+            n_scores += count * mixer.heads(model.n_heads) * mixer.seen(context)
+    return _PASSES * _SCORE_BYTES * n_scores

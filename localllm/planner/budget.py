@@ -33,13 +33,13 @@ def ranked(
 
     `on_machine` gets each machine before it is planned.
     """
-    offers = []
+    priced_machines = []
     for price, device in machines:
         if on_machine is not None:
             on_machine(device)
         answer = recommend(device, models, workload, overrides=overrides, limit=1)
-        offers.append(PricedMachine(price, device, next(iter(answer.plans), None)))
-    return sorted(offers, key=_rank)
+        priced_machines.append(PricedMachine(price, device, next(iter(answer.plans), None)))
+    return sorted(priced_machines, key=_rank)
 
 
 def _rank(offer: PricedMachine) -> tuple[float, int, str]:

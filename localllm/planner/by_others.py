@@ -28,6 +28,8 @@ def joined(logs: Mapping[str, Sequence[float]], spread: float) -> tuple[float, f
     """
     from statistics import median
 
-    n = len(logs)
-    middle = median(median(found) for found in logs.values())
-    return middle * n / (n + 1), spread * math.sqrt((1 + 1 / (n + 1)) / 2)
+    n_sources = len(logs)
+    median_log = median(median(source_logs) for source_logs in logs.values())
+    return median_log * n_sources / (n_sources + 1), spread * math.sqrt(
+        (1 + 1 / (n_sources + 1)) / 2
+    )

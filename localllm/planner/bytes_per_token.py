@@ -38,16 +38,16 @@ class Streamed(NamedTuple):
         """
         if model.experts is None or n_sequences <= 1:
             return self.total_bytes
-        chosen = model.experts.n_active / model.experts.n_experts
-        touched = 1 - math.pow(1 - chosen, n_sequences)
-        return self.dense_bytes + round(self.expert_pool_bytes * touched)
+        active_share = model.experts.n_active / model.experts.n_experts
+        read_share = 1 - math.pow(1 - active_share, n_sequences)
+        return self.dense_bytes + round(self.expert_pool_bytes * read_share)
 
     def step_routed_params(self, model: Model, n_sequences: float) -> float:
         """Return the parameters of the experts that such a step reads."""
         if not self.routed_bytes:
             return float(self.routed_params)
-        read = self.step_bytes(model, n_sequences) - self.dense_bytes
-        return self.routed_params * read / self.routed_bytes
+        read_bytes = self.step_bytes(model, n_sequences) - self.dense_bytes
+        return self.routed_params * read_bytes / self.routed_bytes
 
 
 # Bits of the tensors that all tokens read (attention, shared experts, output) in mixtures of
@@ -57,7 +57,7 @@ class Streamed(NamedTuple):
 # here. With 8 bits, the measured speed of Llama-4-Scout's UD-Q4_K_XL would exceed the memory rate
 # of a Strix Halo.
 _DYNAMIC_BITS = 8.5
-_ABOVE_BASE_BITS = 0.6
+_SHARED_EXTRA_BITS = 0.6
 _DYNAMIC_SINCE = "2026-02"
 
 
@@ -68,7 +68,7 @@ def _shared_bits(quant: str, average_bits: float, released: str) -> float:
             return max(_DYNAMIC_BITS, average_bits)
         return average_bits
     if average_bits < 6.5:
-        return average_bits + _ABOVE_BASE_BITS
+        return average_bits + _SHARED_EXTRA_BITS
     return average_bits
 
 
@@ -81,60 +81,64 @@ def streamed(model: Model, variant: Variant) -> Streamed:
     leaves after the other tensors at their format's usual bits. The reverse would turn a 2 % error
     of the file into 50 % here.
     """
-    known = facts(model)
-    dense = known.dense_params
+    counts = facts(model)
+    dense_params = counts.dense_params
     if variant.is_folder:
         expert_bits, bits = (float(b) for b in shapes.mlx_parts(variant.quant))
-        return _of_bits(known, dense * bits + 8 * variant.adapter_bytes, expert_bits)
+        return _streamed_of_bits(
+            counts, dense_params * bits + 8 * variant.adapter_bytes, expert_bits
+        )
     weights = variant.weights_bytes or variant.file_bytes
-    lookup = known.embedding_params + model.lookup_params
-    stored = dense + known.pool_params + lookup
-    average = 8 * weights / max(1, stored)
-    embed_bits = average
-    mix = quants.MIXTURES.get(variant.quant)
-    if mix is not None and average < 16:
-        embed_bits = quants.GGUF_TYPES[mix.embed].bits
+    lookup_params = counts.embedding_params + model.lookup_params
+    stored_params = dense_params + counts.pool_params + lookup_params
+    average_bits = 8 * weights / max(1, stored_params)
+    embed_bits = average_bits
+    mixture = quants.MIXTURES.get(variant.quant)
+    if mixture is not None and average_bits < 16:
+        embed_bits = quants.GGUF_TYPES[mixture.embed].bits
     # the tables have their own format; the other tensors take the rest of the file
     if model.lookup_bits:
         weights -= round(model.lookup_params * model.lookup_bits / 8)
-        lookup = known.embedding_params
-        stored -= model.lookup_params
-        average = 8 * weights / max(1, stored)
-        embed_bits = min(embed_bits, average)
-    if not known.chosen_params:
+        lookup_params = counts.embedding_params
+        stored_params -= model.lookup_params
+        average_bits = 8 * weights / max(1, stored_params)
+        embed_bits = min(embed_bits, average_bits)
+    if not counts.chosen_params:
         if variant.active_bytes:
-            return Streamed(variant.active_bytes, 0, 0, dense, 0)
-        return _of_bits(known, max(8 * weights - lookup * embed_bits, 4 * weights), 0.0)
+            return Streamed(variant.active_bytes, 0, 0, dense_params, 0)
+        return _streamed_of_bits(
+            counts, max(8 * weights - lookup_params * embed_bits, 4 * weights), 0.0
+        )
     # gpt-oss as released: experts exactly MXFP4, other tensors the rest of the file
     if variant.quant == "MXFP4":
         expert_bits = quants.GGUF_TYPES["MXFP4"].bits
-        left = 8 * weights - known.pool_params * expert_bits
-        shared = max(1.0, min(16.5, left / (dense + lookup)))
+        remaining_bits = 8 * weights - counts.pool_params * expert_bits
+        shared_bits = max(1.0, min(16.5, remaining_bits / (dense_params + lookup_params)))
     else:
-        shared = _shared_bits(variant.quant, average, model.release_date)
-        left = 8 * weights - dense * shared - lookup * embed_bits
-        expert_bits = max(0.5 * average, left / known.pool_params)
+        shared_bits = _shared_bits(variant.quant, average_bits, model.release_date)
+        remaining_bits = 8 * weights - dense_params * shared_bits - lookup_params * embed_bits
+        expert_bits = max(0.5 * average_bits, remaining_bits / counts.pool_params)
     if not variant.active_bytes:
-        return _of_bits(known, dense * shared, expert_bits)
-    routed = min(variant.active_bytes, round(known.chosen_params * expert_bits / 8))
+        return _streamed_of_bits(counts, dense_params * shared_bits, expert_bits)
+    routed_bytes = min(variant.active_bytes, round(counts.chosen_params * expert_bits / 8))
     return Streamed(
-        variant.active_bytes - routed,
-        routed,
-        round(known.pool_params * expert_bits / 8),
-        dense,
-        known.chosen_params,
+        variant.active_bytes - routed_bytes,
+        routed_bytes,
+        round(counts.pool_params * expert_bits / 8),
+        dense_params,
+        counts.chosen_params,
     )
 
 
-def _of_bits(known: ModelCounts, dense_bits: float, expert_bits: float) -> Streamed:
+def _streamed_of_bits(counts: ModelCounts, dense_bits: float, expert_bits: float) -> Streamed:
     """Return the bytes that a token reads. `dense_bits` is the total of the dense weights,
     `expert_bits` the bits of one expert weight."""
     return Streamed(
         round(dense_bits / 8),
-        round(known.chosen_params * expert_bits / 8),
-        round(known.pool_params * expert_bits / 8),
-        known.dense_params,
-        known.chosen_params,
+        round(counts.chosen_params * expert_bits / 8),
+        round(counts.pool_params * expert_bits / 8),
+        counts.dense_params,
+        counts.chosen_params,
     )
 
 
@@ -173,15 +177,15 @@ def facts(model: Model) -> ModelCounts:
     """Return the counts of `model`. The result is cached."""
     groups = shapes.layer_groups(model)
     mixers = [(layer.mixer, count) for layer, count in groups]
-    n_experts = chosen = pool = 0
+    n_experts = chosen_params = pool_params = 0
     if model.experts is not None:
-        x = model.experts
+        experts = model.experts
         n_experts = sum(count for layer, count in groups if layer.has_experts)
         matrices = n_experts * model.ffn_matrices
-        one = matrices * (x.latent_size or model.hidden_size) * x.intermediate
-        chosen = one * x.n_active
-        pool = one * x.n_experts
-    _, active = shapes.count_params(model)
+        expert_params = matrices * (experts.latent_size or model.hidden_size) * experts.intermediate
+        chosen_params = expert_params * experts.n_active
+        pool_params = expert_params * experts.n_experts
+    _, active_params = shapes.count_params(model)
     embedding_params = model.vocab_size * model.hidden_size
     if model.tied_embeddings:
         embedding_params = 0
@@ -191,9 +195,9 @@ def facts(model: Model) -> ModelCounts:
         n_expert_layers=n_experts,
         n_recurrent_layers=sum(count for mixer, count in mixers if mixer.is_recurrent),
         n_index_layers=sum(count for mixer, count in mixers if mixer.index_width > 0),
-        dense_params=active - chosen,
-        chosen_params=chosen,
-        pool_params=pool,
+        dense_params=active_params - chosen_params,
+        chosen_params=chosen_params,
+        pool_params=pool_params,
         embedding_params=embedding_params,
         recurrent_state_bytes=shapes.recurrent_state_bytes(model),
         heads_share_row=any(mixer.heads_share_row for mixer, _ in mixers),

@@ -21,7 +21,7 @@ Parts = tuple[float, ...]
 attention over the cache."""
 
 _PASSES = 8
-_LARGEST_MOVE = 0.7  # of ln factor in one pass, so that an outlier is approached in steps
+_MAX_STEP = 0.7  # of ln factor in one pass, so that an outlier is approached in steps
 
 
 class Prior(NamedTuple):
@@ -67,22 +67,28 @@ def learn(observations: Sequence[Observation], prior: Prior) -> Learnt:
     """Return the most plausible factors given `observations`. Without observations the table is
     unchanged, with the uncertainty of `prior`."""
     logs: Parts = (0.0, 0.0, 0.0)
-    c = prior.common**2
+    common_variance = prior.common**2
     a, b, d = (own**2 for own in prior.own)
-    start: tuple[Parts, ...] = ((c + a, c, c), (c, c + b, c), (c, c, c + d))
-    covariance = start
+    prior_covariance: tuple[Parts, ...] = (
+        (common_variance + a, common_variance, common_variance),
+        (common_variance, common_variance + b, common_variance),
+        (common_variance, common_variance, common_variance + d),
+    )
+    covariance = prior_covariance
     for _ in range(_PASSES):
-        moved = tuple(-x for x in logs)
-        covariance = start
-        for o in observations:
-            share = _shares(o.parts, logs)
-            foreseen = math.log(_total(o.parts, logs)) + _dot(share, moved)
-            towards = [_dot(row, share) for row in covariance]
-            scale = 1 / (_dot(share, towards) + o.noise**2)
-            moved = _plus(moved, towards, scale * (math.log(o.seconds) - foreseen))
-            rows = zip(covariance, towards, strict=True)
-            covariance = tuple(_plus(row, towards, -scale * x) for row, x in rows)
-        bounded = [max(-_LARGEST_MOVE, min(_LARGEST_MOVE, x)) for x in moved]
+        deviation = tuple(-value for value in logs)
+        covariance = prior_covariance
+        for observation in observations:
+            share = _shares(observation.parts, logs)
+            predicted_log = math.log(_total(observation.parts, logs)) + _dot(share, deviation)
+            gain_direction = [_dot(row, share) for row in covariance]
+            gain = 1 / (_dot(share, gain_direction) + observation.noise**2)
+            deviation = _plus(
+                deviation, gain_direction, gain * (math.log(observation.seconds) - predicted_log)
+            )
+            rows = zip(covariance, gain_direction, strict=True)
+            covariance = tuple(_plus(row, gain_direction, -gain * value) for row, value in rows)
+        bounded = [max(-_MAX_STEP, min(_MAX_STEP, value)) for value in deviation]
         logs = _plus(logs, bounded, 1.0)
     return Learnt(logs, covariance)
 

@@ -120,22 +120,22 @@ class ClusterPlan:
                 f"{self.alone.name} alone runs it at least as fast: join machines for models that "
                 "fit on none of them, or use `serve --pool` with a copy on each for more requests"
             )
-        used = [s for s in self.shares if s.n_layers]
-        if len(used) == 1:
-            return f"all of it is on {used[0].device.name}"
+        used_shares = [share for share in self.shares if share.n_layers]
+        if len(used_shares) == 1:
+            return f"all of it is on {used_shares[0].device.name}"
         # In the order of `--split`: first the workers, then the serving machine.
-        split = ",".join(str(s.n_layers) for s in (*used[1:], used[0]))
-        share = (sum(self.transfer_s) / 2 + self.rpc_s) * self.decode_tok_s.value
-        workers = " and ".join(s.device.name for s in used[1:])
+        split = ",".join(str(share.n_layers) for share in (*used_shares[1:], used_shares[0]))
+        waiting_share = (sum(self.transfer_s) / 2 + self.rpc_s) * self.decode_tok_s.value
+        workers = " and ".join(share.device.name for share in used_shares[1:])
         return (
-            f"it fits on none of them alone. RPC and the network take about {share:.0%} of a "
+            f"it fits on none of them alone. RPC and the network take about {waiting_share:.0%} of a "
             "token's time. "
             f"`localllm worker` on {workers}, "
-            f"`serve --with HOST:PORT --split {split}` on {used[0].device.name}"
+            f"`serve --with HOST:PORT --split {split}` on {used_shares[0].device.name}"
         )
 
 
-def bytes_of_layers(model: Model, variant: Variant, settings: RunSettings) -> list[int]:
+def layers_bytes(model: Model, variant: Variant, settings: RunSettings) -> list[int]:
     """Return the bytes of each layer: weights, KV and state."""
     return [sum(of_all) for of_all in memory.layer_ledger(model, variant, settings).layers]
 
@@ -149,8 +149,8 @@ def divide(
     Equal machines get equal parts, so that each has room for more context. Returns None if the
     machines cannot hold all layers.
     """
-    left = bytes_of_layers(model, variant, settings)
-    parts = layer_bytes.parts(model, variant)
+    remaining_layers = layers_bytes(model, variant, settings)
+    parts_of_model = layer_bytes.parts(model, variant)
 
     def rate(device: Device) -> float:
         return speed.decode(device, model, variant, settings).value
@@ -159,17 +159,26 @@ def divide(
     are_equal = len({d.name for d in devices}) == 1
     shares = []
     for position, device in enumerate(order):
-        fixed = memory.overhead_bytes(device) + memory.compute_bytes(model, settings)
+        fixed_bytes = memory.overhead_bytes(device) + memory.compute_bytes(model, settings)
         if position == 0:
-            fixed += parts.input_bytes + parts.own_output_bytes
-        most = len(left)
+            fixed_bytes += parts_of_model.input_bytes + parts_of_model.own_output_bytes
+        max_layers = len(remaining_layers)
         if are_equal:
-            most = -(-len(left) // (len(order) - position))
-        needs = [fixed + n_bytes for n_bytes in accumulate(left[:most])]
-        n = bisect_right(needs, device.usable_bytes)
-        shares.append(Share(device, n, needs[n - 1] if n else 0, device.usable_bytes))
-        left = left[n:]
-    if left:
+            max_layers = -(-len(remaining_layers) // (len(order) - position))
+        cumulative_bytes = [
+            fixed_bytes + n_bytes for n_bytes in accumulate(remaining_layers[:max_layers])
+        ]
+        n_layers = bisect_right(cumulative_bytes, device.usable_bytes)
+        shares.append(
+            Share(
+                device,
+                n_layers,
+                cumulative_bytes[n_layers - 1] if n_layers else 0,
+                device.usable_bytes,
+            )
+        )
+        remaining_layers = remaining_layers[n_layers:]
+    if remaining_layers:
         return None
     return tuple(shares)
 
@@ -181,10 +190,10 @@ def plan(
     shares = divide(model, variant, settings, devices)
     if shares is None:
         return None
-    used = [s for s in shares if s.n_layers]
-    carried_bytes, *transfer_s = _transfer(model, used, link)
-    decode = decode_over(model, variant, settings, used, link)
-    prefill = prefill_over(model, variant, settings, used, link)
+    used_shares = [s for s in shares if s.n_layers]
+    carried_bytes, *transfer_s = _transfer(model, used_shares, link)
+    decode = decode_over(model, variant, settings, used_shares, link)
+    prefill = prefill_over(model, variant, settings, used_shares, link)
     alone = None
     fastest = 0.0
     for device in devices:
@@ -201,7 +210,7 @@ def plan(
         shares,
         carried_bytes,
         (transfer_s[0], transfer_s[1]),
-        RPC_S[1] * (len(used) - 1),
+        RPC_S[1] * (len(used_shares) - 1),
         decode,
         prefill,
         alone,
@@ -217,7 +226,7 @@ def _transfer(model: Model, shares: Sequence[Share], link: Link) -> tuple[int, f
     if len(shares) > 1:
         hops = len(shares)
     n_bytes = hops * model.hidden_size * _F32_BYTES
-    best_s, worst_s = (n_bytes / link.bytes_per_s + hops * s for s in link.latency_s)
+    best_s, worst_s = (n_bytes / link.bytes_per_s + hops * latency for latency in link.latency_s)
     return n_bytes, best_s, worst_s
 
 
@@ -238,19 +247,19 @@ def decode_over(
     depth: int = 0,
 ) -> Range:
     """Return the tokens/s of one stream at `depth` with these shares."""
-    each = [speed.decode(s.device, model, variant, settings, depth=depth) for s in shares]
+    predictions = [speed.decode(s.device, model, variant, settings, depth=depth) for s in shares]
     _, *transfer = _transfer(model, shares, link)
-    best_s, usual_s, worst_s = (cost * (len(shares) - 1) for cost in RPC_S)
+    best_s, typical_s, worst_s = (cost * (len(shares) - 1) for cost in RPC_S)
     basis = (
-        f"each machine's own prediction ({each[0].basis}), one after another; "
-        f"RPC's {usual_s * 1e3:.1f} ms a token ({best_s * 1e3:.0f}-{worst_s * 1e3:.1f}) "
+        f"each machine's own prediction ({predictions[0].basis}), one after another; "
+        f"RPC's {typical_s * 1e3:.1f} ms a token ({best_s * 1e3:.0f}-{worst_s * 1e3:.1f}) "
         f"from published pairs; {link.source}"
     )
-    token_s = _token_s(shares, [e.value for e in each])
-    longest_s = _token_s(shares, [e.low for e in each])
-    shortest_s = _token_s(shares, [e.high for e in each])
+    token_s = _token_s(shares, [prediction.value for prediction in predictions])
+    longest_s = _token_s(shares, [prediction.low for prediction in predictions])
+    shortest_s = _token_s(shares, [prediction.high for prediction in predictions])
     return Range(
-        1 / (token_s + sum(transfer) / 2 + usual_s),
+        1 / (token_s + sum(transfer) / 2 + typical_s),
         1 / (longest_s + transfer[1] + worst_s),
         1 / (shortest_s + transfer[0] + best_s),
         basis,
@@ -269,19 +278,24 @@ def prefill_over(
 ) -> Range:
     """Return the tokens/s of a prompt with `prompt_tokens` after `depth` tokens, with these
     shares."""
-    each = [
+    predictions = [
         speed.prefill(s.device, model, variant, settings, prompt_tokens=prompt_tokens, depth=depth)
         for s in shares
     ]
     # Seconds per prompt token. The latency is per batch and left out.
-    carried_s = _transfer(model, shares, link)[0] / link.bytes_per_s
+    transfer_s = _transfer(model, shares, link)[0] / link.bytes_per_s
     n_layers = sum(s.n_layers for s in shares)
-    slowest_s = max(s.n_layers / n_layers / e.value for s, e in zip(shares, each, strict=True))
-    serial = 1 / (_token_s(shares, [e.value for e in each]) + carried_s)
+    slowest_s = max(
+        s.n_layers / n_layers / prediction.value
+        for s, prediction in zip(shares, predictions, strict=True)
+    )
+    serial_tok_s = 1 / (
+        _token_s(shares, [prediction.value for prediction in predictions]) + transfer_s
+    )
     return Range(
-        serial,
-        1 / (_token_s(shares, [e.low for e in each]) + carried_s),
-        max(serial, 1 / max(slowest_s, carried_s)),
+        serial_tok_s,
+        1 / (_token_s(shares, [prediction.low for prediction in predictions]) + transfer_s),
+        max(serial_tok_s, 1 / max(slowest_s, transfer_s)),
         "one machine after another; at best all at the "
         "same time, each on a different part of the prompt",
     )
@@ -294,7 +308,7 @@ FAMILIES = frozenset((
     "qwen3.6", "qwen3.8",
 ))  # fmt: skip
 # One all-reduce after attention and one after the feed-forward.
-_SUMS_A_LAYER = 2
+_ALL_REDUCES_PER_LAYER = 2
 _F16_BYTES = 2
 # With RDMA (JACCL). Otherwise a message takes the link's own latency.
 _RDMA_S = (5e-6, 50e-6)
@@ -325,47 +339,53 @@ class SharedPlan:
 
 def why_not(model: Model, variant: Variant, devices: Sequence[Device]) -> str:
     """Return why `devices` cannot share `variant`, or "" if they can."""
-    n = len(devices)
+    n_machines = len(devices)
     backend = backend_of(variant)
-    runs = backend.tensor_parallel and all(backend.runs_on(d.accelerator) for d in devices)
-    heads = {model.n_heads}
+    can_run = backend.tensor_parallel and all(backend.runs_on(d.accelerator) for d in devices)
+    head_counts = {model.n_heads}
     for layer in model.layers:
-        heads.update(layer.mixer.head_counts)
-    if not runs:
+        head_counts.update(layer.mixer.head_counts)
+    if not can_run:
         return "only Macs can share a model with MLX, and it must be an MLX model"
     if model.family not in FAMILIES:
         return f"mlx-lm has no tensor-parallel version of {model.family}"
-    odd = min((h for h in heads if h % n), default=0)
-    if odd:
-        return f"{n} machines can't divide {odd} heads evenly"
+    indivisible = min((h for h in head_counts if h % n_machines), default=0)
+    if indivisible:
+        return f"{n_machines} machines can't divide {indivisible} heads evenly"
     return ""
 
 
 def needs_bytes(
-    model: Model, variant: Variant, settings: RunSettings, device: Device, n: int
+    model: Model, variant: Variant, settings: RunSettings, device: Device, n_machines: int
 ) -> int:
-    """Return the bytes on each of `n` machines.
+    """Return the bytes on each of `n_machines` machines.
 
     Each holds its share of the layers and their KV, and all of the embedding and output.
     """
     parts = layer_bytes.parts(model, variant)
-    ends = parts.input_bytes + parts.own_output_bytes
-    fixed = memory.overhead_bytes(device) + memory.compute_bytes(model, settings)
-    return -(-sum(bytes_of_layers(model, variant, settings)) // n) + ends + fixed
+    embedding_bytes = parts.input_bytes + parts.own_output_bytes
+    fixed_bytes = memory.overhead_bytes(device) + memory.compute_bytes(model, settings)
+    return (
+        -(-sum(layers_bytes(model, variant, settings)) // n_machines)
+        + embedding_bytes
+        + fixed_bytes
+    )
 
 
 def tensor_parallel_plan(
     model: Model, variant: Variant, settings: RunSettings, devices: Sequence[Device], link: Link
 ) -> SharedPlan | None:
     """Return the plan of `model` shared by `devices` over `link`, or None if it does not fit."""
-    needs = max(needs_bytes(model, variant, settings, d, len(devices)) for d in devices)
-    limit = min(d.usable_bytes for d in devices)
-    if needs > limit:
+    needed_bytes = max(needs_bytes(model, variant, settings, d, len(devices)) for d in devices)
+    limit_bytes = min(d.usable_bytes for d in devices)
+    if needed_bytes > limit_bytes:
         return None
-    alone = min(speed.decode(d, model, variant, settings).value for d in devices)
+    alone_tok_s = min(speed.decode(d, model, variant, settings).value for d in devices)
     decode = tensor_parallel_decode(model, variant, settings, devices, link)
     prefill = tensor_parallel_prefill(model, variant, settings, devices, link)
-    return SharedPlan(settings, tuple(devices), needs, limit, decode, prefill, alone)
+    return SharedPlan(
+        settings, tuple(devices), needed_bytes, limit_bytes, decode, prefill, alone_tok_s
+    )
 
 
 def tensor_parallel_decode(
@@ -378,30 +398,32 @@ def tensor_parallel_decode(
     depth: int = 0,
 ) -> Range:
     """Return the tokens/s of one stream at `depth`. All machines wait for the slowest."""
-    n = len(devices)
-    each = [speed.decode(device, model, variant, settings, depth=depth) for device in devices]
-    alone = min(each, key=attrgetter("value"))
-    slowest = devices[each.index(alone)]
-    read = streamed(model, variant).total_bytes
-    read += decode_cost.kv_read_bytes(model, depth, settings.kv_type)
-    saved_s = (1 - 1 / n) * read / (slowest.bandwidth_gbps.value * 1e9)
+    n_machines = len(devices)
+    predictions = [
+        speed.decode(device, model, variant, settings, depth=depth) for device in devices
+    ]
+    slowest_alone = min(predictions, key=attrgetter("value"))
+    slowest = devices[predictions.index(slowest_alone)]
+    read_bytes = streamed(model, variant).total_bytes
+    read_bytes += decode_cost.kv_read_bytes(model, depth, settings.kv_type)
+    saved_s = (1 - 1 / n_machines) * read_bytes / (slowest.bandwidth_gbps.value * 1e9)
     # The time of the all-reduces, at best and at worst.
     messages_s = link.latency_s
     if link.name == "Thunderbolt 5":
         messages_s = _RDMA_S
-    best_s, worst_s = (_SUMS_A_LAYER * len(model.layers) * s for s in messages_s)
-    usual_s = (best_s * worst_s) ** 0.5
+    best_s, worst_s = (_ALL_REDUCES_PER_LAYER * len(model.layers) * s for s in messages_s)
+    typical_s = (best_s * worst_s) ** 0.5
 
     def shared(rate: float, messages_s: float) -> float:
         """Return the rate with the reading divided and `messages_s` added."""
-        return 1 / (1 / rate - min(saved_s, (1 - 1 / n) / rate) + messages_s)
+        return 1 / (1 / rate - min(saved_s, (1 - 1 / n_machines) / rate) + messages_s)
 
-    most = n * alone.high
-    value = min(shared(alone.value, usual_s), most)
-    low = shared(alone.low, worst_s)
-    high = min(shared(alone.high, best_s), most)
+    max_tok_s = n_machines * slowest_alone.high
+    value = min(shared(slowest_alone.value, typical_s), max_tok_s)
+    low = shared(slowest_alone.low, worst_s)
+    high = min(shared(slowest_alone.high, best_s), max_tok_s)
     basis = (
-        f"one {slowest.name} ({alone.basis}), with the time to read its bytes divided by {n}; "
+        f"one {slowest.name} ({slowest_alone.basis}), with the time to read its bytes divided by {n_machines}; "
         f"{link.source}"
     )
     return Range(value, min(low, value), max(high, value), basis)
@@ -412,16 +434,16 @@ def tensor_parallel_prefill(
 ) -> Range:
     """Return the tokens/s of a prompt. The arithmetic is divided, and each vector crosses the link
     twice a layer."""
-    n = len(devices)
-    each = [
+    n_machines = len(devices)
+    predictions = [
         speed.prefill(d, model, variant, settings, prompt_tokens=_PROMPT_TOKENS) for d in devices
     ]
-    slowest = min(each, key=attrgetter("value"))
-    summed_bytes = _SUMS_A_LAYER * len(model.layers) * model.hidden_size * _F16_BYTES
-    crossing_s = summed_bytes * (n - 1) / n / link.bytes_per_s
-    value = 1 / (1 / slowest.value / n + crossing_s)
-    low = 1 / (1 / slowest.low + crossing_s)
-    high = n * slowest.high
+    slowest = min(predictions, key=attrgetter("value"))
+    reduced_bytes = _ALL_REDUCES_PER_LAYER * len(model.layers) * model.hidden_size * _F16_BYTES
+    transfer_s = reduced_bytes * (n_machines - 1) / n_machines / link.bytes_per_s
+    value = 1 / (1 / slowest.value / n_machines + transfer_s)
+    low = 1 / (1 / slowest.low + transfer_s)
+    high = n_machines * slowest.high
     return Range(
         value,
         min(low, value),

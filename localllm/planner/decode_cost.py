@@ -74,7 +74,7 @@ _ROW_POWER = 0.5
 _ROUTED_POWER = 0.5
 
 
-def further(n_sequences: int) -> float:
+def further_sequences(n_sequences: int) -> float:
     """Return the effective number of sequences after the first, for the arithmetic of a step."""
     if n_sequences <= 1:
         return 0.0
@@ -147,7 +147,7 @@ def hardware_of(device: Device, backend: str) -> Hardware:
     """Return `device` as `backend` uses it."""
     tflops, _ = efficiency.nominal_tflops(device, backend)
     name = device.match or device.name
-    share = efficiency.share(efficiency.part(name), device.compute_units)
+    power_share = efficiency.share(efficiency.part(name), device.compute_units)
     clock_ghz = efficiency.REFERENCE_GHZ
     if device.accelerator != "cpu":
         clock_ghz = efficiency.clock_ghz(name)
@@ -158,19 +158,19 @@ def hardware_of(device: Device, backend: str) -> Hardware:
         bandwidth_gbps = min(CPU_NOMINAL_SHARE * bandwidth_gbps, cores_gbps)
     plain_tflops, _ = efficiency.nominal_tflops(device)
     rates = device.matrix_rates if keys[0] == "cpu" else ()
-    lanes = 0.0
+    lane_rate = 0.0
     if kernel_facts(keys).unpacks_kv_on_lanes:
-        lanes = efficiency.lane_tflops(name, device.compute_units)
+        lane_rate = efficiency.lane_tflops(name, device.compute_units)
     return Hardware(
         keys,
         bandwidth_gbps,
         tflops,
         device.n_cpu_cores,
-        share,
+        power_share,
         clock_ghz,
         plain_tflops,
         rates,
-        lane_tflops=lanes,
+        lane_tflops=lane_rate,
     )
 
 
@@ -203,10 +203,10 @@ class CostTerm(NamedTuple):
         """Return `value` · Π coefficient ^ power."""
         if not self.value:
             return 0.0
-        found = self.value
+        product = self.value
         for name, exponent in self.powers:
-            found *= coefficients[name] ** exponent
-        return found
+            product *= coefficients[name] ** exponent
+        return product
 
 
 class DecodeCost(NamedTuple):
@@ -245,25 +245,32 @@ def decode_parts(
     bandwidth = hardware.bandwidth_gbps * 1e9
     keys = hardware.keys
     read = streamed(model, variant)
-    known = facts(model)
-    core: Powers = (("moe", 1),) if model.experts is not None else ()
-    weights: Powers = (("eta", -1), ("quant", 1), ("size", size_power(model, variant)), *core)
-    wait: Powers = (("clock", lag(hardware.clock_ghz)), *core)
+    counts = facts(model)
+    moe_factor: Powers = (("moe", 1),) if model.experts is not None else ()
+    weight_powers: Powers = (
+        ("eta", -1),
+        ("quant", 1),
+        ("size", size_power(model, variant)),
+        *moe_factor,
+    )
+    launch_powers: Powers = (("clock", clock_power(hardware.clock_ghz)), *moe_factor)
     dense_s = read.dense_bytes / bandwidth
     routed_bytes = read.step_bytes(model, routed_sequences(n_sequences)) - read.dense_bytes
     routed_s = routed_bytes / bandwidth
-    index_s = 1e3 * n_sequences * known.n_index_layers * depth / bandwidth
+    index_s = 1e3 * n_sequences * counts.n_index_layers * depth / bandwidth
     state_s = n_sequences * state_traffic_bytes(model) / bandwidth
     parts = {
-        "weights": CostTerm(dense_s / kernels.read_share(variant, keys), weights),
+        "weights": CostTerm(dense_s / kernels.read_share(variant, keys), weight_powers),
         "routed": CostTerm(
-            routed_s / kernels.experts_read_share(variant, keys), (*weights, ("routed", 1))
+            routed_s / kernels.experts_read_share(variant, keys), (*weight_powers, ("routed", 1))
         ),
     }
     parts |= _unpacking_parts(model, variant, hardware, n_sequences)
-    parts["layers"] = CostTerm(known.n_layers, (("layer_s", 1), *wait))
-    parts["experts"] = CostTerm(known.n_expert_layers, (("expert_layer_s", 1), *wait))
-    parts["recurrent"] = CostTerm(known.n_recurrent_layers, (("recurrent_layer_s", 1), *wait))
+    parts["layers"] = CostTerm(counts.n_layers, (("layer_s", 1), *launch_powers))
+    parts["experts"] = CostTerm(counts.n_expert_layers, (("expert_layer_s", 1), *launch_powers))
+    parts["recurrent"] = CostTerm(
+        counts.n_recurrent_layers, (("recurrent_layer_s", 1), *launch_powers)
+    )
     parts["kv"] = _attention_part(model, hardware, depth, kv_type, n_sequences)
     parts["index"] = CostTerm(index_s, (("index_kb", 1),))
     parts["state"] = CostTerm(state_s, (("state", -1),))
@@ -276,20 +283,20 @@ def _unpacking_parts(
     """Return the arithmetic that unpacks quantised weights. (A CPU's read rate already includes
     it.)"""
     units = (hardware.plain_tflops or hardware.tflops) * 1e12
-    core: Powers = (("moe", 1),) if model.experts is not None else ()
-    unpack: Powers = (("unpack", -1), *core)
+    moe_factor: Powers = (("moe", 1),) if model.experts is not None else ()
+    unpack_powers: Powers = (("unpack", -1), *moe_factor)
     flops = 2
     if hardware.engine == "cpu" or format_key(variant) in PLAIN_FORMATS:
         flops = 0
-    hard_flops = kernels.unpack_flops(variant, hardware.keys)
+    extra_flops = kernels.unpack_flops(variant, hardware.keys)
     read = streamed(model, variant)
     n_routed = 0.0
-    if flops or hard_flops:
+    if flops or extra_flops:
         n_routed = read.step_routed_params(model, routed_sequences(n_sequences))
     return {
-        "unpacked": CostTerm(flops * read.dense_params / units, unpack),
-        "routed_unpacked": CostTerm(flops * n_routed / units, unpack),
-        "hard_unpacked": CostTerm(hard_flops * (read.dense_params + n_routed) / units, core),
+        "unpacked": CostTerm(flops * read.dense_params / units, unpack_powers),
+        "routed_unpacked": CostTerm(flops * n_routed / units, unpack_powers),
+        "hard_unpacked": CostTerm(extra_flops * (read.dense_params + n_routed) / units, moe_factor),
     }
 
 
@@ -321,36 +328,40 @@ def decode_terms(
 
     The result is cached and shared, so callers must not change it.
     """
-    c = efficiency.coefficients("decode", hardware.keys_for(variant))
+    coefficients = efficiency.coefficients("decode", hardware.keys_for(variant))
     # No kernel reads faster than the memory delivers, so the sum of the fitted effects is limited
     # to the peak.
-    limited = c | {
-        "eta": weight_share(c, hardware, model, variant),
+    limited_coefficients = coefficients | {
+        "eta": weight_share(coefficients, hardware, model, variant),
         "quant": 1.0,
         "size": 1.0,
-        "routed": max(1.0, c["routed"]),
+        "routed": max(1.0, coefficients["routed"]),
     }
     parts = decode_parts(
         model, variant, hardware, depth=depth, kv_type=kv_type, n_sequences=n_sequences
     )
-    s = {name: part.seconds(limited) for name, part in parts.items()}
+    seconds = {name: part.seconds(limited_coefficients) for name, part in parts.items()}
     kv_bytes = n_sequences * kv_read_bytes(model, depth, kv_type)
     bandwidth = hardware.bandwidth_gbps * 1e9
     # Attention that unpacks its cache counts as no faster than f16. No measurement shows otherwise.
     if unpacks_kv(hardware, kv_type) and not facts(model).heads_share_row:
         f16_bytes = n_sequences * kv_read_bytes(model, depth, "f16")
-        s["kv"] = max(s["kv"], f16_bytes / (bandwidth * min(PEAK_SHARE, c["kv"])))
+        seconds["kv"] = max(
+            seconds["kv"], f16_bytes / (bandwidth * min(PEAK_SHARE, coefficients["kv"]))
+        )
     if hardware.engine == "cpu" and hardware.n_cpu_cores > 0:
         flops = n_sequences * all_attention_flops(model, depth)
-        s["kv"] = max(s["kv"], flops / (hardware.n_cpu_cores * CPU_ATTENTION_FLOPS_S_PER_CORE))
-    s["kv"] = max(s["kv"], kv_bytes / (bandwidth * PEAK_SHARE)) + s.pop("index")
-    s["unpacked"] += s.pop("hard_unpacked")
+        seconds["kv"] = max(
+            seconds["kv"], flops / (hardware.n_cpu_cores * CPU_ATTENTION_FLOPS_S_PER_CORE)
+        )
+    seconds["kv"] = max(seconds["kv"], kv_bytes / (bandwidth * PEAK_SHARE)) + seconds.pop("index")
+    seconds["unpacked"] += seconds.pop("hard_unpacked")
     batched = efficiency.coefficients("batched", hardware.keys_for(variant))
     further_costs = further_parts(model, variant, hardware, n_sequences)
-    s["further"] = sum(part.seconds(batched) for part in further_costs)
+    seconds["further"] = sum(part.seconds(batched) for part in further_costs)
     return DecodeCost(
-        seconds=s,
-        coefficients=c,
+        seconds=seconds,
+        coefficients=coefficients,
         streamed=streamed(model, variant),
         kv_read_bytes=kv_bytes,
     )
@@ -367,15 +378,15 @@ def further_parts(
     if n_sequences <= 1 or hardware.engine == "cpu":
         return ()
     read = streamed(model, variant)
-    known = facts(model)
-    more = further(n_sequences)
-    mixture: Powers = (("moe", 1),) if model.experts is not None else ()
-    arithmetic = 2 * (read.dense_params + read.routed_params) / (hardware.tflops * 1e12)
-    shared = more * (_ROW_TFLOPS / hardware.tflops) ** _ROW_POWER
+    counts = facts(model)
+    n_further = further_sequences(n_sequences)
+    moe_factor: Powers = (("moe", 1),) if model.experts is not None else ()
+    arithmetic_s = 2 * (read.dense_params + read.routed_params) / (hardware.tflops * 1e12)
+    shared_rows = n_further * (_ROW_TFLOPS / hardware.tflops) ** _ROW_POWER
     return (
-        CostTerm(more * arithmetic, (("many", -1), *mixture)),
-        CostTerm(shared * known.n_layers, (("row_s", 1),)),
-        CostTerm(shared * known.n_recurrent_layers, (("recurrent_row_s", 1),)),
+        CostTerm(n_further * arithmetic_s, (("many", -1), *moe_factor)),
+        CostTerm(shared_rows * counts.n_layers, (("row_s", 1),)),
+        CostTerm(shared_rows * counts.n_recurrent_layers, (("recurrent_row_s", 1),)),
     )
 
 
@@ -399,8 +410,8 @@ def weight_share(
     gain = 1.0
     if hardware.engine == "cpu" and is_repacked:
         gain = _CPU_REPACKED_GAIN
-    slowed = coefficients["quant"] * math.pow(coefficients["size"], size_power(model, variant))
-    return min(PEAK_SHARE, gain * coefficients["eta"] / slowed)
+    slowdown = coefficients["quant"] * math.pow(coefficients["size"], size_power(model, variant))
+    return min(PEAK_SHARE, gain * coefficients["eta"] / slowdown)
 
 
 def size_power(model: Model, variant: Variant) -> float:
@@ -412,7 +423,7 @@ def size_power(model: Model, variant: Variant) -> float:
     return math.log(streamed(model, variant).total_bytes / _REFERENCE_BYTES)
 
 
-def lag(clock_ghz: float) -> float:
+def clock_power(clock_ghz: float) -> float:
     """Return the exponent of the coefficient `clock`: 0 at `efficiency.REFERENCE_GHZ`, more for a
     slower clock."""
     return -math.log(clock_ghz / efficiency.REFERENCE_GHZ)

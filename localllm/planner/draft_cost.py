@@ -36,9 +36,9 @@ def draft_parts(model: Model, variant: Variant, hardware: Hardware) -> dict[str,
 def draft_seconds(model: Model, variant: Variant, hardware: Hardware) -> dict[str, float]:
     """Return the seconds of one more row ("row"), and those that the host takes for a guess
     ("guess")."""
-    found = efficiency.coefficients("drafted", hardware.keys)
+    coefficients = efficiency.coefficients("drafted", hardware.keys)
     parts = draft_parts(model, variant, hardware)
-    return {name: part.seconds(found) for name, part in parts.items()}
+    return {name: part.seconds(coefficients) for name, part in parts.items()}
 
 
 def guess_share(model: Model, variant: Variant) -> float:

@@ -21,14 +21,14 @@ from localllm_catalog.types import Model, Variant
 # the engine then stops drafting. (`python -m benchmarks.speculation` measures both on this
 # machine.)
 EDIT_ACCEPTANCE = 0.9
-_LENGTHS = (2, 4, 8, 16)
+_LOOKUP_LENGTHS = (2, 4, 8, 16)
 _MIN_GAIN = 1.1
 # Share of a coding agent's tokens that repeat a text from its prompt (assumed; the range covers 0
 # to 1).
 EDIT_SHARE = 0.25
 # Share of the predicted maximum gain that runs reached in edits: 0.36 and 0.25 (docs/recommend.md,
 # two runs of SmolLM2).
-_OF_MOST = 0.3
+_EDIT_GAIN_SHARE = 0.3
 # Chance that a token from the model's own heads is right if those before it were. The values are
 # for prose, for all texts, and for code. The first and last derive from published acceptance rates
 # of four proposed tokens: 0.40 and 0.87 (github.com/sudoingX/qwen38-mtp). The middle one is the
@@ -59,8 +59,12 @@ def speculation_gain(
     `draft_step_ratio` is draft step ÷ target step. `verify_ratio` is a step over g+1 tokens ÷ a
     step over one. (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, eq. 1 and theorem 3.8.)
     """
-    a = min(max(acceptance, 0.0), 0.999)
-    return (1 - a ** (length + 1)) / (1 - a) / (length * draft_step_ratio + verify_ratio)
+    clamped_acceptance = min(max(acceptance, 0.0), 0.999)
+    return (
+        (1 - clamped_acceptance ** (length + 1))
+        / (1 - clamped_acceptance)
+        / (length * draft_step_ratio + verify_ratio)
+    )
 
 
 def draft_gain(
@@ -99,20 +103,24 @@ def verify_ratios(
     """
     hardware = decode_cost.hardware_of(device, backend_of(variant).name)
     read = streamed(model, variant)
-    one = decode_step(device, model, variant, settings)
-    share = draft_cost.draft_seconds(model, variant, hardware)["row"] / one.total_s
+    single_step = decode_step(device, model, variant, settings)
+    row_share = draft_cost.draft_seconds(model, variant, hardware)["row"] / single_step.total_s
     if hardware.engine != "cpu" and not read.routed_bytes:
-        return [1 + (n - 1) * share for n in rows]
+        return [1 + (n_rows - 1) * row_share for n_rows in rows]
     ratios = []
-    for n in rows:
+    for n_rows in rows:
         if hardware.engine == "cpu":
-            step = decode_step(device, model, variant, settings, n_sequences=n)
-            ratios.append(step.total_s / one.total_s)
+            step = decode_step(device, model, variant, settings, n_sequences=n_rows)
+            ratios.append(step.total_s / single_step.total_s)
             continue
-        more_bytes = read.step_bytes(model, decode_cost.routed_sequences(n)) - read.total_bytes
-        more = more_bytes * (one.routed_s / one.total_s / read.routed_bytes)
-        most = _MIXTURE_ROW_SHARE + (n - 1) * share + more
-        ratios.append(1 + min((n - 1) * _MIXTURE_ROW_SHARE, most))
+        further_bytes = (
+            read.step_bytes(model, decode_cost.routed_sequences(n_rows)) - read.total_bytes
+        )
+        experts_share = further_bytes * (
+            single_step.routed_s / single_step.total_s / read.routed_bytes
+        )
+        ratio_limit = _MIXTURE_ROW_SHARE + (n_rows - 1) * row_share + experts_share
+        ratios.append(1 + min((n_rows - 1) * _MIXTURE_ROW_SHARE, ratio_limit))
     return ratios
 
 
@@ -125,7 +133,7 @@ def edit_gain(device: Device, plan: Plan) -> float | None:
     """
     if plan.settings.drafter.name == "off":
         return None
-    lengths: tuple[int, ...] = _LENGTHS
+    lengths: tuple[int, ...] = _LOOKUP_LENGTHS
     if facts(plan.model).n_recurrent_layers:
         if not plan.settings.n_rewind:
             return None
@@ -143,16 +151,16 @@ def _gains(
     `guesses` maps a draft's length to the cost of one drafted token, in decode steps without
     drafts.
     """
-    rows = [n + 1 for n in guesses]
+    rows = [n_tokens + 1 for n_tokens in guesses]
     ratios = verify_ratios(device, plan.model, plan.variant, rows, plan.settings)
-    best = []
+    best_gains = []
     for acceptance in acceptances:
         gains = [
-            speculation_gain(acceptance, n, guess, ratio)
-            for (n, guess), ratio in zip(guesses.items(), ratios, strict=True)
+            speculation_gain(acceptance, n_tokens, guess_cost, ratio)
+            for (n_tokens, guess_cost), ratio in zip(guesses.items(), ratios, strict=True)
         ]
-        best.append(max(1.0, *gains))
-    return best
+        best_gains.append(max(1.0, *gains))
+    return best_gains
 
 
 def heads_gain(device: Device, plan: Plan) -> Range | None:
@@ -168,9 +176,13 @@ def heads_gain(device: Device, plan: Plan) -> Range | None:
     hardware = decode_cost.hardware_of(device, backend_of(plan.variant).name)
     step_s = decode_step(device, model, plan.variant, plan.settings).total_s
     host_s = draft_cost.draft_seconds(model, plan.variant, hardware)["guess"]
-    guess = draft_cost.guess_share(model, plan.variant) + host_s / step_s
-    lengths = [n for n in _HEADS_LENGTHS if n <= 3 or not facts(model).n_recurrent_layers]
-    low, value, high = _gains(device, plan, HEADS_ACCEPTANCE, dict.fromkeys(lengths, guess))
+    guess_cost = draft_cost.guess_share(model, plan.variant) + host_s / step_s
+    lengths = [
+        n_tokens
+        for n_tokens in _HEADS_LENGTHS
+        if n_tokens <= 3 or not facts(model).n_recurrent_layers
+    ]
+    low, value, high = _gains(device, plan, HEADS_ACCEPTANCE, dict.fromkeys(lengths, guess_cost))
     n_runs = draft_cost.n_runs(hardware)
     source = HEADS_SOURCE
     if n_runs and plan.model.experts is None:
@@ -184,13 +196,17 @@ def companion_gain(device: Device, plan: Plan) -> Range | None:
     companion = plan.settings.drafter.companion
     if companion is None:
         return None
-    read = streamed(plan.model, plan.variant).total_bytes
-    guess = min(1.0, companion.file_bytes / max(1, read))
-    block = companion.block
-    if block:
-        guesses = {n: guess / n for n in COMPANION_LENGTHS if n < block}
+    read_bytes = streamed(plan.model, plan.variant).total_bytes
+    guess_cost = min(1.0, companion.file_bytes / max(1, read_bytes))
+    block_tokens = companion.block
+    if block_tokens:
+        guesses = {
+            n_tokens: guess_cost / n_tokens
+            for n_tokens in COMPANION_LENGTHS
+            if n_tokens < block_tokens
+        }
     else:
-        guesses = dict.fromkeys(COMPANION_LENGTHS, guess)
+        guesses = dict.fromkeys(COMPANION_LENGTHS, guess_cost)
     low, value, high = _gains(device, plan, COMPANION_ACCEPTANCE, guesses)
     return Range(value, low, high, COMPANION_BASIS)
 
@@ -209,13 +225,13 @@ def for_purpose(device: Device, plan: Plan, workload: Workload) -> Range | None:
         return Range(gain, min(1.0, gain), gain, basis)
     if workload.purpose != "coding":
         return None
-    edits = edit_gain(device, plan)
-    if edits is None:
+    max_edit_gain = edit_gain(device, plan)
+    if max_edit_gain is None:
         return None
-    of_edits = 1 + _OF_MOST * (edits - 1)
-    shared = 1 / (1 - EDIT_SHARE + EDIT_SHARE / of_edits)
+    usual_edit_gain = 1 + _EDIT_GAIN_SHARE * (max_edit_gain - 1)
+    gain_of_answers = 1 / (1 - EDIT_SHARE + EDIT_SHARE / usual_edit_gain)
     basis = f"{EDIT_SHARE:.0%} of the tokens are edits of given text, assumed"
-    return Range(shared, 1.0, edits, basis)
+    return Range(gain_of_answers, 1.0, max_edit_gain, basis)
 
 
 def edit_sentence(device: Device, plan: Plan) -> str | None:
@@ -225,16 +241,16 @@ def edit_sentence(device: Device, plan: Plan) -> str | None:
     would bring. Returns None if drafting does not pay.
     """
     settings = plan.settings
-    how = ""
-    loaded = memory.rewind_for(plan.model, replace(settings.drafter, name="ngram"))
-    if settings.drafter.name == "auto" and loaded and backend_of(plan.variant).snapshots:
-        plan = plan._replace(settings=replace(settings, n_rewind=loaded))
-        how = "with --draft ngram (one stream, with snapshots of the state) "
+    how_to_enable = ""
+    n_rewind = memory.rewind_for(plan.model, replace(settings.drafter, name="ngram"))
+    if settings.drafter.name == "auto" and n_rewind and backend_of(plan.variant).snapshots:
+        plan = plan._replace(settings=replace(settings, n_rewind=n_rewind))
+        how_to_enable = "with --draft ngram (one stream, with snapshots of the state) "
     gain = edit_gain(device, plan)
     if gain is None:
         return None
     accepted = f"{EDIT_ACCEPTANCE:.0%} accepted, assumed"
-    return f"{how}edits up to {gain:.1f}×: drafts are copied from the given text ({accepted})"
+    return f"{how_to_enable}edits up to {gain:.1f}×: drafts are copied from the given text ({accepted})"
 
 
 def heads_sentence(device: Device, plan: Plan) -> str | None:
@@ -244,14 +260,14 @@ def heads_sentence(device: Device, plan: Plan) -> str | None:
     if gain is None or gain.value < _MIN_GAIN:
         return None
     if plan.settings.drafter.is_mtp:
-        how = "its MTP heads draft"
+        how_to_enable = "its MTP heads draft"
     elif plan.variant.mtp_bytes:
-        how = "with --draft mtp (its MTP heads)"
+        how_to_enable = "with --draft mtp (its MTP heads)"
     else:
-        how = "with --draft mtp (its MTP heads, from files that contain them)"
+        how_to_enable = "with --draft mtp (its MTP heads, from files that contain them)"
     rate = gain.value * plan.decode_tok_s.value
     return (
-        f"{how}: {rate:.3g} tok/s for one stream, {gain.low:.1f} to {gain.high:.1f}× as fast "
+        f"{how_to_enable}: {rate:.3g} tok/s for one stream, {gain.low:.1f} to {gain.high:.1f}× as fast "
         f"({gain.basis})"
     )
 

@@ -44,11 +44,11 @@ class Table(NamedTuple):
     def nearest(self, hardware_keys: Iterable[str]) -> tuple[str, int]:
         """Return the most specific hardware key with measurements and their number, or ("none",
         0)."""
-        found = ("none", 0)
+        nearest_key = ("none", 0)
         for key in hardware_keys:
             if self.rows.get(key, 0) > 0:
-                found = (key, self.rows[key])
-        return found
+                nearest_key = (key, self.rows[key])
+        return nearest_key
 
 
 @cache
@@ -98,7 +98,7 @@ def coefficients(cost_model: str, keys: tuple[str, ...]) -> dict[str, float]:
 
 # Parts with the cores, and so the kernels, of another generation. Their memory and clocks are their
 # own.
-_KERNELS_OF = {"gb10": "blackwell", "strix-halo": "rdna3"}
+_KERNELS_OF_GENERATION = {"gb10": "blackwell", "strix-halo": "rdna3"}
 
 
 @lru_cache(maxsize=1024)
@@ -153,8 +153,8 @@ def hardware_keys(name: str, engine: str) -> tuple[str, ...]:
     keys = [engine]
     if kernels.by_vendor and vendor:
         keys.append(f"{vendor}.{engine}")
-    if gen in _KERNELS_OF:
-        keys.append(f"{vendor}-{_KERNELS_OF[gen]}.{engine}")
+    if gen in _KERNELS_OF_GENERATION:
+        keys.append(f"{vendor}-{_KERNELS_OF_GENERATION[gen]}.{engine}")
     for key, lacking in kernels.emulated_on_generations.items():
         if gen in lacking:
             keys.append(key)
@@ -213,7 +213,7 @@ def _gguf_class(quant: str) -> str:
 REFERENCE_GHZ = 1.8
 # FP32 lanes of one unit, at two FLOP per cycle. NVIDIA's chips have 128, those named here 64
 # (NVIDIA's white papers).
-_FEW_LANES = re.compile(r"rtx 20\d\d|quadro rtx|titan v|v100|\bt4\b|gtx 16|p100|a100|a30\b", re.I)
+_HALF_LANES = re.compile(r"rtx 20\d\d|quadro rtx|titan v|v100|\bt4\b|gtx 16|p100|a100|a30\b", re.I)
 # TFLOP/s of one core that multiplies Q4_K matrices, by its widest vectors. Several cores together
 # run slower, by a power of their number. Two Zen cores with AVX-512 reach 289 GFLOP/s (llama.cpp
 # 0.3.36, 512 tokens). 64 cores of an EPYC 7702 (AVX2) run prefill at 301 tokens/s with a 3B in
@@ -238,10 +238,10 @@ def nominal_tflops(device: Device, backend: str = "") -> tuple[float, str]:
         return part_tflops(name, device.compute_units, datasheet, engine=engine)
     for rates in device.matrix_rates:
         if rates.type == CPU_YARDSTICK:
-            timed = rates.usual.prompt_tflops
-            return timed.value, timed.basis
-    core = _CORE_TFLOPS.get(device.cpu_vectors, _CORE_TFLOPS["AVX2"])
-    return max(1, device.n_cpu_cores) ** _CORES_POWER * core, "assumed"
+            timed_rate = rates.usual.prompt_tflops
+            return timed_rate.value, timed_rate.basis
+    core_tflops = _CORE_TFLOPS.get(device.cpu_vectors, _CORE_TFLOPS["AVX2"])
+    return max(1, device.n_cpu_cores) ** _CORES_POWER * core_tflops, "assumed"
 
 
 @lru_cache(maxsize=1024)
@@ -258,7 +258,7 @@ def clock_ghz(name: str) -> float:
 
 def lane_tflops(name: str, units: float) -> float:
     """Return the TFLOP/s of an NVIDIA part's plain FP32 lanes at its clock."""
-    lanes = 64 if _FEW_LANES.search(name) else 128
+    lanes = 64 if _HALF_LANES.search(name) else 128
     return units * lanes * 2 * clock_ghz(name) / 1e3
 
 
@@ -282,7 +282,7 @@ def part_tflops(
 # (4.2 W per SM) reaches 1.14 times the nominal rate, an L40 (2.1 W) 0.67 (llama.cpp's scoreboard
 # for CUDA). Decode waits for memory and stays below the limit. The exponent was chosen on the
 # devices and files held out of benchmarks/planner_fit. Exponents from 0.5 to 0.7 do as well.
-_EXPONENT = 0.6
+_POWER_EXPONENT = 0.6
 _REFERENCE_W_PER_UNIT = 3.5
 
 
@@ -292,7 +292,7 @@ def share(part: str, units: float) -> float:
     watts = part_facts().board_watts.get(part, 0)
     if not watts or not units:
         return 1.0
-    return math.pow(watts / units / _REFERENCE_W_PER_UNIT, _EXPONENT)
+    return math.pow(watts / units / _REFERENCE_W_PER_UNIT, _POWER_EXPONENT)
 
 
 _LAPTOP = re.compile(r"\b(laptop|mobile|max-q)\b", re.I)
@@ -304,7 +304,7 @@ _T4 = re.compile(r"\btesla t4\b", re.I)
 _LASTING_SHARE = 0.6
 
 
-def limit_of(device: Device) -> str | None:
+def power_limit_note(device: Device) -> str | None:
     """Return a sentence about the power limit of a laptop's graphics card or a T4; None for other
     machines."""
     if device.kind != "discrete":
@@ -325,6 +325,6 @@ def limit_of(device: Device) -> str | None:
 
 def under_lasting_load(device: Device, predicted: Range) -> Range:
     """Return `predicted` with its lower end reduced to the speed under sustained load."""
-    if limit_of(device) is None:
+    if power_limit_note(device) is None:
         return predicted
     return predicted._replace(low=min(predicted.low, predicted.value * _LASTING_SHARE))

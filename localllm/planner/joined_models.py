@@ -20,9 +20,9 @@ from localllm.planner.types import Plan, RunSettings, Workload
 from localllm_catalog.types import Model, Variant
 
 # A better file that gains less than this is not worth a second machine.
-_LEAST_GAIN_POINTS = 1.0
+_MIN_GAIN_POINTS = 1.0
 # Files that lose more to their format than this are not listed: a smaller model does better.
-_MOST_LOST_POINTS = 3.0
+_MAX_LOST_POINTS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,55 +52,57 @@ def models_for(
     Models below the least speed of the purpose are left out.
     """
     need = scoring.need_of(workload)
-    found = []
+    picks = []
     for model in models:
         if scoring.unsuited(model, workload) is not None:
             continue
-        pick = _best(devices, model, workload, link)
+        pick = _best_pick(devices, model, workload, link)
         if pick is not None and pick.plan.decode_tok_s.value >= need.least_tok_s:
-            found.append(pick)
-    return sorted(found, key=attrgetter("score"), reverse=True)
+            picks.append(pick)
+    return sorted(picks, key=attrgetter("score"), reverse=True)
 
 
 def best_alone(
     devices: Iterable[Device], models: Sequence[Model], workload: Workload
 ) -> Plan | None:
     """Return the best of the first picks of each machine by itself; None if no model fits one."""
-    firsts: list[Plan] = []
+    first_picks: list[Plan] = []
     for device in dict.fromkeys(devices):
-        firsts += recommend(device, models, workload, limit=1).plans
-    return max(firsts, key=attrgetter("score"), default=None)
+        first_picks += recommend(device, models, workload, limit=1).plans
+    return max(first_picks, key=attrgetter("score"), default=None)
 
 
-def _best(
+def _best_pick(
     devices: Sequence[Device], model: Model, workload: Workload, link: Link
 ) -> JoinedPick | None:
     """Return the best file of `model` on all `devices`; None if no file fits, or if one
     machine holds a file as good."""
     settings = RunSettings(n_ctx=context_for(model, workload), slots=workload.parallel)
-    together = _best_file(devices, model, settings)
-    if together is None:
+    joint_file = _best_file(devices, model, settings)
+    if joint_file is None:
         return None
     rating = quality.rate(model, workload.purpose).points
-    points = rating - quality.format_cost(model, together)
-    alone = None
+    points = rating - quality.format_cost(model, joint_file)
+    best_single_file = None
     gained_points = rating
     for device in dict.fromkeys(devices):
-        held = _best_file([device], model, settings)
-        if held is not None:
-            gained = quality.format_cost(model, held) - quality.format_cost(model, together)
-            if gained < gained_points:
-                alone = held
-                gained_points = gained
-    if gained_points < _LEAST_GAIN_POINTS:
+        single_file = _best_file([device], model, settings)
+        if single_file is not None:
+            gained_now = quality.format_cost(model, single_file) - quality.format_cost(
+                model, joint_file
+            )
+            if gained_now < gained_points:
+                best_single_file = single_file
+                gained_points = gained_now
+    if gained_points < _MIN_GAIN_POINTS:
         return None
-    plan = cluster.plan(model, together, settings, devices, link)
+    plan = cluster.plan(model, joint_file, settings, devices, link)
     if plan is None:
         return None
     need = scoring.need_of(workload)
     tok_s = plan.decode_tok_s.value
     score = points + scoring.speed_points(tok_s, need) - scoring.thinking_lost(model, tok_s, need)
-    return JoinedPick(model, together, plan, points, score, alone, gained_points)
+    return JoinedPick(model, joint_file, plan, points, score, best_single_file, gained_points)
 
 
 def _best_file(devices: Sequence[Device], model: Model, settings: RunSettings) -> Variant | None:
@@ -110,12 +112,12 @@ def _best_file(devices: Sequence[Device], model: Model, settings: RunSettings) -
     """
     usable_bytes = sum(device.usable_bytes for device in devices)
     files = [
-        (quality.format_cost(model, v), v.file_bytes, v)
-        for v in model.variants
-        if not v.is_folder and 0 < v.file_bytes <= usable_bytes
+        (quality.format_cost(model, variant), variant.file_bytes, variant)
+        for variant in model.variants
+        if not variant.is_folder and 0 < variant.file_bytes <= usable_bytes
     ]
     for cost, _, variant in sorted(files, key=lambda file: file[:2]):
-        if cost > _MOST_LOST_POINTS:
+        if cost > _MAX_LOST_POINTS:
             break
         if cluster.divide(model, variant, settings, devices) is not None:
             return variant

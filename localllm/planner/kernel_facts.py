@@ -71,7 +71,7 @@ def _rows() -> dict[str, dict[str, Any]]:
 @lru_cache(maxsize=1024)
 def facts(keys: tuple[str, ...]) -> KernelFacts:
     """Return the facts of a machine with these keys, general first."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key in keys:
-        found |= _rows().get(key, {})
-    return KernelFacts(**found)
+        fields |= _rows().get(key, {})
+    return KernelFacts(**fields)

@@ -77,17 +77,17 @@ def matrix_share(variant: Variant, keys: Keys) -> float:
 
 # The higher type in a K mixture: its output matrix, and about half of the other tensors that it
 # raises.
-_RAISED = "Q6_K"
+_RAISED_TYPE = "Q6_K"
 # The same for MXFP4, and for files with more bits than Q6_K explains (Unsloth's dynamic files).
-_RAISED_HIGH = "Q8_0"
+_HIGH_RAISED_TYPE = "Q8_0"
 # A matrix is multiplied row by row up to _FEW tokens. From _MANY tokens it is as fast as for a long
 # prompt. Measured for Q4_K without repacking on two Zen cores: 155, 150, 154, 191, 331, 457 and 506
 # GFLOP/s. The steps had 1, 2, 4, 8, 16, 32 and 64 tokens.
-_FEW = 2
-_MANY = 64
+_FEW_ROWS = 2
+_MANY_ROWS = 64
 _UNMIXED = ("Q8_0", "F16", "BF16", "F32")
 # These formats raise only the output matrix. A prompt multiplies that for its last token only.
-_OUTPUT_RAISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
+_ONLY_OUTPUT_RAISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
 
 
 def base_type(variant: Variant) -> str:
@@ -130,17 +130,17 @@ def parts(model: Model, variant: Variant) -> tuple[WeightPart, ...]:
     """
     base = base_type(variant)
     read = streamed(model, variant)
-    found = list[WeightPart]()
-    both = (
+    weight_parts = list[WeightPart]()
+    groups = (
         (False, read.dense_bytes, read.dense_params),
         (True, read.routed_bytes, read.routed_params),
     )
-    for routed, n_bytes, n_params in both:
+    for routed, n_bytes, n_params in groups:
         if base and n_params:
             raised, share = _raised(base, 8 * n_bytes / n_params)
-            found.append(WeightPart(base, n_params * (1 - share), routed))
-            found.append(WeightPart(raised, n_params * share, routed))
-    return tuple(part for part in found if part.n_params)
+            weight_parts.append(WeightPart(base, n_params * (1 - share), routed))
+            weight_parts.append(WeightPart(raised, n_params * share, routed))
+    return tuple(part for part in weight_parts if part.n_params)
 
 
 def _raised(base: str, bits: float) -> tuple[str, float]:
@@ -148,18 +148,18 @@ def _raised(base: str, bits: float) -> tuple[str, float]:
     to `bits`."""
     if base in _UNMIXED:
         return base, 0.0
-    low = quants.GGUF_TYPES[base].bits
-    high = quants.GGUF_TYPES[_RAISED].bits
-    raised = _RAISED
-    if base == "MXFP4" or bits > high >= low:
-        raised = _RAISED_HIGH
-    high = quants.GGUF_TYPES[raised].bits
-    if high > low:
-        return raised, min(max((bits - low) / (high - low), 0.0), 1.0)
+    base_bits = quants.GGUF_TYPES[base].bits
+    raised_bits = quants.GGUF_TYPES[_RAISED_TYPE].bits
+    raised = _RAISED_TYPE
+    if base == "MXFP4" or bits > raised_bits >= base_bits:
+        raised = _HIGH_RAISED_TYPE
+    raised_bits = quants.GGUF_TYPES[raised].bits
+    if raised_bits > base_bits:
+        return raised, min(max((bits - base_bits) / (raised_bits - base_bits), 0.0), 1.0)
     return base, 0.0
 
 
-def _timed(
+def _timed_parts(
     rates: Sequence[TypeRates], model: Model, variant: Variant, *, stored: bool
 ) -> list[tuple[WeightPart, MatrixRates]]:
     """Return the file's weights with the rates of their types. Empty if the main type was not
@@ -168,11 +168,13 @@ def _timed(
     `stored` selects the rates without repacking, else those of the engine's usual layout. A raised
     type that was not timed gets the rate of the main type.
     """
-    known = {each.type: each.stored if stored else each.usual for each in rates}
-    main = known.get(base_type(variant))
-    if main is None:
+    rates_by_type = {
+        type_rates.type: type_rates.stored if stored else type_rates.usual for type_rates in rates
+    }
+    main_rates = rates_by_type.get(base_type(variant))
+    if main_rates is None:
         return []
-    return [(part, known.get(part.type, main)) for part in parts(model, variant)]
+    return [(part, rates_by_type.get(part.type, main_rates)) for part in parts(model, variant)]
 
 
 def _mean_flops_s(rated: Sequence[tuple[WeightPart, float]]) -> float:
@@ -182,10 +184,10 @@ def _mean_flops_s(rated: Sequence[tuple[WeightPart, float]]) -> float:
     return 1e12 * n_params / sum(part.n_params / tflops for part, tflops in rated)
 
 
-def _of_prompts(part: WeightPart, at: MatrixRates) -> float:
+def _prompt_tflops(part: WeightPart, rates: MatrixRates) -> float:
     if part.routed:
-        return at.experts_tflops.value
-    return at.prompt_tflops.value
+        return rates.experts_tflops.value
+    return rates.prompt_tflops.value
 
 
 def flops_s(
@@ -193,14 +195,20 @@ def flops_s(
 ) -> tuple[float, float] | None:
     """Return (FLOP/s of a prompt, FLOP/s of one token) for the file's matrices. Returns None if the
     main type was not timed."""
-    timed = _timed(rates, model, variant, stored=stored)
+    timed = _timed_parts(rates, model, variant, stored=stored)
     base = base_type(variant)
     if not timed:
         return None
-    is_plain = base not in _OUTPUT_RAISED
-    read = [(part, at) for part, at in timed if part.type == base or is_plain] or timed
-    prompt = _mean_flops_s([(part, _of_prompts(part, at)) for part, at in read])
-    return prompt, _mean_flops_s([(part, at.token_tflops.value) for part, at in timed])
+    is_plain = base not in _ONLY_OUTPUT_RAISED
+    prompt_parts = [
+        (part, type_rates) for part, type_rates in timed if part.type == base or is_plain
+    ] or timed
+    prompt = _mean_flops_s(
+        [(part, _prompt_tflops(part, type_rates)) for part, type_rates in prompt_parts]
+    )
+    return prompt, _mean_flops_s(
+        [(part, type_rates.token_tflops.value) for part, type_rates in timed]
+    )
 
 
 def rows_flops_s(
@@ -212,24 +220,31 @@ def rows_flops_s(
     Returns None like `flops_s`. Each expert gets a share of the rows, which is one row as long as
     there are more experts than rows.
     """
-    timed = _timed(rates, model, variant, stored=stored)
-    x = model.experts
-    each = rows if x is None else rows * x.n_active / x.n_experts
+    timed = _timed_parts(rates, model, variant, stored=stored)
+    experts = model.experts
+    expert_rows = rows if experts is None else rows * experts.n_active / experts.n_experts
     if not timed:
         return None
     rated = []
-    for part, at in timed:
-        shared = each if part.routed else rows
-        rated.append((part, _between(at.token_tflops.value, _of_prompts(part, at), shared)))
+    for part, part_rates in timed:
+        part_rows = expert_rows if part.routed else rows
+        rated.append(
+            (
+                part,
+                _interpolated_tflops(
+                    part_rates.token_tflops.value, _prompt_tflops(part, part_rates), part_rows
+                ),
+            )
+        )
     return _mean_flops_s(rated)
 
 
-def _between(token: float, prompt: float, rows: float) -> float:
+def _interpolated_tflops(token: float, prompt: float, rows: float) -> float:
     """Interpolate the rate for `rows` as a power of their number. The power is at most 1, since
     more rows never take less time."""
-    most = math.log(_MANY / _FEW)
-    power = min(1.0, math.log(prompt / token) / most)
-    return float(token * math.exp(power * min(most, math.log(max(rows, _FEW) / _FEW))))
+    max_log = math.log(_MANY_ROWS / _FEW_ROWS)
+    power = min(1.0, math.log(prompt / token) / max_log)
+    return float(token * math.exp(power * min(max_log, math.log(max(rows, _FEW_ROWS) / _FEW_ROWS))))
 
 
 # Tokens of an answer, without the thinking before it: a screen of text or code.
@@ -247,13 +262,13 @@ def layout(
     repack the type.
     """
     base = base_type(variant)
-    if not _on_the_processor(device, variant):
+    if not _runs_on_cpu(device, variant):
         return "auto"
     if not any(rate.laid_out for rate in device.matrix_rates if rate.type == base):
         return "auto"
     stored = flops_s(device.matrix_rates, model, variant, stored=True)
-    usual = flops_s(device.matrix_rates, model, variant, stored=False)
-    if stored is None or usual is None:
+    repacked = flops_s(device.matrix_rates, model, variant, stored=False)
+    if stored is None or repacked is None:
         return "auto"
     need = scoring.need_of(workload)
 
@@ -262,7 +277,7 @@ def layout(
         # The layout is chosen once per session, and the first prompt is never cached.
         return need.prompt_tokens / prompt + _ANSWER_TOKENS / token
 
-    if work(stored) < work(usual):
+    if work(stored) < work(repacked):
         return "stored"
     return "auto"
 
@@ -270,11 +285,11 @@ def layout(
 def types_to_time(device: Device, variant: Variant) -> list[str]:
     """Return the types whose kernels to time before `variant` is planned on `device`. They decide
     the layout of its weights and its predicted speed."""
-    heavy = (variant.weights_bytes or variant.file_bytes) >= _WORTH_TIMING_BYTES
-    if heavy and _on_the_processor(device, variant):
+    is_large = (variant.weights_bytes or variant.file_bytes) >= _WORTH_TIMING_BYTES
+    if is_large and _runs_on_cpu(device, variant):
         return types_needed(variant)
     return []
 
 
-def _on_the_processor(device: Device, variant: Variant) -> bool:
+def _runs_on_cpu(device: Device, variant: Variant) -> bool:
     return device.accelerator == "cpu" and backend_of(variant).repacks_weights

@@ -58,9 +58,11 @@ def layout(settings: RunSettings) -> CacheLayout:
 def layer_kv_bytes(model: Model, settings: RunSettings) -> list[int]:
     """Return the bytes of each layer's KV, in the order of the layers."""
     # keyed by identity: equal layers of a model are mostly one object, and hashing is slower
-    unlike = {id(layer): layer for layer in model.layers}
-    size = (layout(settings), *_element_bytes(settings))
-    n_bytes = {key: layer.mixer.n_bytes(*size) for key, layer in unlike.items()}
+    distinct_layers = {id(layer): layer for layer in model.layers}
+    layout_and_widths = (layout(settings), *_element_bytes(settings))
+    n_bytes = {
+        key: layer.mixer.n_bytes(*layout_and_widths) for key, layer in distinct_layers.items()
+    }
     return [n_bytes[id(layer)] for layer in model.layers]
 
 
@@ -74,8 +76,10 @@ def layer_state_bytes(model: Model, settings: RunSettings) -> list[int]:
 def kv_bytes(model: Model, settings: RunSettings) -> int:
     """Return the exact bytes of llama.cpp's KV cache: Σ layers cells × (width_k × bytes_k + width_v
     × bytes_v)."""
-    size = (layout(settings), *_element_bytes(settings))
-    return sum(count * layer.mixer.n_bytes(*size) for layer, count in facts(model).groups)
+    layout_and_widths = (layout(settings), *_element_bytes(settings))
+    return sum(
+        count * layer.mixer.n_bytes(*layout_and_widths) for layer, count in facts(model).groups
+    )
 
 
 def _element_bytes(settings: RunSettings) -> tuple[Fraction, Fraction]:
@@ -89,11 +93,11 @@ def _element_bytes(settings: RunSettings) -> tuple[Fraction, Fraction]:
 def kv_bytes_per_1k_tokens(model: Model, kv_type: str = "f16") -> int:
     """Return the bytes of 1,024 more tokens of context after all windows are full: the slope of
     memory over context."""
-    growing = 0
+    growing_elements = 0
     for layer, count in facts(model).groups:
         if not layer.mixer.is_bounded:
-            growing += count * layer.mixer.elements
-    return math.ceil(1024 * growing * quants.kv_element_bytes(kv_type))
+            growing_elements += count * layer.mixer.elements
+    return math.ceil(1024 * growing_elements * quants.kv_element_bytes(kv_type))
 
 
 def recurrent_bytes(model: Model, settings: RunSettings) -> int:
@@ -132,8 +136,8 @@ def _mlx_group(model: Model) -> int:
     mixers = [layer.mixer for layer, _ in facts(model).groups]
     if any(mixer.is_bounded for mixer in mixers):
         return 0
-    common = math.gcd(*_mlx_widths(model))
-    return next((group for group in _MLX_GROUPS if common and common % group == 0), 0)
+    common_width = math.gcd(*_mlx_widths(model))
+    return next((group for group in _MLX_GROUPS if common_width and common_width % group == 0), 0)
 
 
 def _mlx_widths(model: Model) -> list[int]:
@@ -163,8 +167,8 @@ def mlx_element_bytes(model: Model, kv_type: str) -> Fraction:
 def mlx_kv_bytes(model: Model, settings: RunSettings) -> int:
     """Return the bytes of mlx-lm's caches if the sequences share `n_ctx` tokens. They grow by 256;
     sliding layers rotate within their window."""
-    rotating = CacheLayout(n_ctx=pad(settings.n_ctx), n_sequences=settings.slots)
+    cache_layout = CacheLayout(n_ctx=pad(settings.n_ctx), n_sequences=settings.slots)
     elements = 0
     for layer, count in facts(model).groups:
-        elements += count * layer.mixer.cells(rotating) * sum(layer.mixer.row)
+        elements += count * layer.mixer.cells(cache_layout) * sum(layer.mixer.row)
     return int(elements * mlx_element_bytes(model, settings.kv_type))

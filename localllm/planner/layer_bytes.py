@@ -57,27 +57,41 @@ def parts(model: Model, variant: Variant) -> Parts:
     if variant.layer_bytes and len(variant.layer_bytes) == len(model.layers):
         layers = variant.layer_bytes
         in_layers = sum(dense + experts for dense, experts in layers)
-        own = max(0, total - variant.input_bytes - in_layers)
-        return Parts(variant.input_bytes, max(own, variant.output_bytes), own, layers)
+        own_output_bytes = max(0, total - variant.input_bytes - in_layers)
+        return Parts(
+            variant.input_bytes,
+            max(own_output_bytes, variant.output_bytes),
+            own_output_bytes,
+            layers,
+        )
     stream = streamed(model, variant)
-    known = facts(model)
-    matrix = model.vocab_size * model.hidden_size
-    stored = known.dense_params + known.pool_params + known.embedding_params + model.lookup_params
-    mix = quants.MIXTURES.get(variant.quant)
-    bits = 8 * total / max(1, stored)
-    if mix is not None:
-        bits = quants.GGUF_TYPES[quants.fallback(mix.head, model.hidden_size)].bits
+    counts = facts(model)
+    matrix_params = model.vocab_size * model.hidden_size
+    stored_params = (
+        counts.dense_params + counts.pool_params + counts.embedding_params + model.lookup_params
+    )
+    mixture = quants.MIXTURES.get(variant.quant)
+    bits = 8 * total / max(1, stored_params)
+    if mixture is not None:
+        bits = quants.GGUF_TYPES[quants.fallback(mixture.head, model.hidden_size)].bits
     experts = min(total, stream.expert_pool_bytes)
-    output = min(total - experts, round(matrix * bits / 8))
+    output = min(total - experts, round(matrix_params * bits / 8))
     # Every token reads the layers and the output matrix, even if the matrix also serves as
     # embedding table.
     dense = max(0, min(total - experts, stream.dense_bytes) - output)
-    holds = [layer.has_experts and model.experts is not None for layer in model.layers]
-    each_dense = dense // max(1, len(holds))
-    each_pool = experts // max(1, sum(holds))
-    layers = tuple((each_dense, each_pool if has else 0) for has in holds)
-    own = 0 if model.tied_embeddings else output
-    return Parts(max(0, total - own - sum(a + b for a, b in layers)), output, own, layers)
+    has_experts = [layer.has_experts and model.experts is not None for layer in model.layers]
+    layer_dense_bytes = dense // max(1, len(has_experts))
+    layer_pool_bytes = experts // max(1, sum(has_experts))
+    layers = tuple(
+        (layer_dense_bytes, layer_pool_bytes if has_pool else 0) for has_pool in has_experts
+    )
+    own_output_bytes = 0 if model.tied_embeddings else output
+    return Parts(
+        max(0, total - own_output_bytes - sum(a + b for a, b in layers)),
+        output,
+        own_output_bytes,
+        layers,
+    )
 
 
 class Ledger(NamedTuple):
@@ -89,50 +103,50 @@ class Ledger(NamedTuple):
     output_bytes: int
     own_output_bytes: int
 
-    def device_layers(self, placed: Placement) -> list[int]:
+    def device_layers(self, placement: Placement) -> list[int]:
         """Return the bytes on devices of each layer from the first one there, and last those of the
         output."""
-        n = len(self.layers)
-        first = placed.first_gpu_layer(n)
-        kept = placed.host_expert_layers(n)
-        found = []
-        for i, (dense, experts, kv, state) in enumerate(self.layers[first:], first):
+        n_layers = len(self.layers)
+        first_layer = placement.first_gpu_layer(n_layers)
+        n_host_experts = placement.host_expert_layers(n_layers)
+        layer_bytes = []
+        for i, (dense, experts, kv, state) in enumerate(self.layers[first_layer:], first_layer):
             n_bytes = dense
-            if i >= kept:
+            if i >= n_host_experts:
                 n_bytes += experts
-            if not placed.kv_on_host:
+            if not placement.kv_on_host:
                 n_bytes += kv + state
-            found.append(n_bytes)
-        if first <= n:
-            found.append(self.output_bytes)
-        return found
+            layer_bytes.append(n_bytes)
+        if first_layer <= n_layers:
+            layer_bytes.append(self.output_bytes)
+        return layer_bytes
 
-    def host_weights_bytes(self, placed: Placement) -> int:
+    def host_weights_bytes(self, placement: Placement) -> int:
         """Return the weight bytes in system memory."""
-        n = len(self.layers)
-        first = placed.first_gpu_layer(n)
-        kept = placed.host_expert_layers(n)
-        left = sum(dense + experts for dense, experts, _, _ in self.layers[:first])
-        left += sum(experts for _, experts, _, _ in self.layers[first:kept])
-        if first > n:
-            left += self.own_output_bytes
-        return self.input_bytes + left
+        n_layers = len(self.layers)
+        first_layer = placement.first_gpu_layer(n_layers)
+        n_host_experts = placement.host_expert_layers(n_layers)
+        host_bytes = sum(dense + experts for dense, experts, _, _ in self.layers[:first_layer])
+        host_bytes += sum(experts for _, experts, _, _ in self.layers[first_layer:n_host_experts])
+        if first_layer > n_layers:
+            host_bytes += self.own_output_bytes
+        return self.input_bytes + host_bytes
 
-    def host_kv_bytes(self, placed: Placement) -> tuple[int, int]:
+    def host_kv_bytes(self, placement: Placement) -> tuple[int, int]:
         """Return the (KV, state) bytes in system memory."""
-        on_host = self.layers
-        if not placed.kv_on_host:
-            on_host = on_host[: placed.first_gpu_layer(len(on_host))]
-        return sum(layer[2] for layer in on_host), sum(layer[3] for layer in on_host)
+        host_layers = self.layers
+        if not placement.kv_on_host:
+            host_layers = host_layers[: placement.first_gpu_layer(len(host_layers))]
+        return sum(layer[2] for layer in host_layers), sum(layer[3] for layer in host_layers)
 
 
 # --- several cards --------------------------------------------------------------------------------
 
 
-def used(device: Device, placed: Placement) -> Device:
-    """Return `device` with only the cards that `placed` uses."""
-    if placed.cards:
-        return cards.only(device, placed.cards)
+def with_used_cards(device: Device, placement: Placement) -> Device:
+    """Return `device` with only the cards that `placement` uses."""
+    if placement.cards:
+        return cards.only(device, placement.cards)
     return device
 
 
@@ -148,18 +162,23 @@ def over_cards(
         return tuple(0 for _ in limits), tuple(0 for _ in limits)
     total = sum(device_layers)
     total_limit = max(1, sum(limits))
-    upto = [0, *accumulate(device_layers)]
+    cumulative_bytes = [0, *accumulate(device_layers)]
     ends = []
-    last = 0
-    for part in accumulate(limits):
-        goal = total * part / total_limit
+    previous_end = 0
+    for cumulative_limit in accumulate(limits):
+        goal = total * cumulative_limit / total_limit
         # The boundary nearest to the card's share, but not before the previous one.
-        above = min(bisect_left(upto, goal, last), len(device_layers))
-        last = above - (above > last and goal - upto[above - 1] <= upto[above] - goal)
-        ends.append(last)
+        boundary = min(bisect_left(cumulative_bytes, goal, previous_end), len(device_layers))
+        previous_end = boundary - (
+            boundary > previous_end
+            and goal - cumulative_bytes[boundary - 1] <= cumulative_bytes[boundary] - goal
+        )
+        ends.append(previous_end)
     ends[-1] = len(device_layers)
-    runs = list(pairwise([0, *ends]))
-    return tuple(b - a for a, b in runs), tuple(sum(device_layers[a:b]) for a, b in runs)
+    card_ranges = list(pairwise([0, *ends]))
+    return tuple(end - start for start, end in card_ranges), tuple(
+        sum(device_layers[start:end]) for start, end in card_ranges
+    )
 
 
 def as_split(device_layers: Sequence[int], split: Sequence[float], n_cards: int) -> tuple[int, ...]:
@@ -169,15 +188,15 @@ def as_split(device_layers: Sequence[int], split: Sequence[float], n_cards: int)
     """
     shares = [*split, *([0.0] * n_cards)][:n_cards]
     total = sum(shares) or 1.0
-    bounds = [x / total for x in accumulate(shares)]
-    found = [0] * n_cards
+    bounds = [cumulative / total for cumulative in accumulate(shares)]
+    card_bytes = [0] * n_cards
     for i, n_bytes in enumerate(device_layers):
-        found[min(bisect_right(bounds, i / len(device_layers)), n_cards - 1)] += n_bytes
-    return tuple(found)
+        card_bytes[min(bisect_right(bounds, i / len(device_layers)), n_cards - 1)] += n_bytes
+    return tuple(card_bytes)
 
 
 def weights_of_cards(
-    model: Model, variant: Variant, placed: Placement, device: Device
+    model: Model, variant: Variant, placement: Placement, device: Device
 ) -> tuple[tuple[Device, float], ...]:
     """Return the cards of `device` with each one's share (0..1) of the weights on them.
 
@@ -186,16 +205,16 @@ def weights_of_cards(
     kinds = {(card.match or card.name, card.bandwidth_gbps.value) for card in device.cards}
     if len(kinds) < 2:
         return ((device, 1.0),)
-    found = parts(model, variant)
-    n = len(model.layers)
-    first = placed.first_gpu_layer(n)
-    kept = placed.host_expert_layers(n)
-    rows = []
-    for i, (dense, experts) in enumerate(found.layers[first:], first):
-        rows.append(dense if i < kept else dense + experts)
-    rows.append(found.output_bytes)
-    split = placed.tensor_split or tuple(card.usable_bytes for card in device.cards)
-    card_bytes = as_split(rows, split, len(device.cards))
+    parts_of_model = parts(model, variant)
+    n_layers = len(model.layers)
+    first_layer = placement.first_gpu_layer(n_layers)
+    n_host_experts = placement.host_expert_layers(n_layers)
+    layers_bytes = []
+    for i, (dense, experts) in enumerate(parts_of_model.layers[first_layer:], first_layer):
+        layers_bytes.append(dense if i < n_host_experts else dense + experts)
+    layers_bytes.append(parts_of_model.output_bytes)
+    split = placement.tensor_split or tuple(card.usable_bytes for card in device.cards)
+    card_bytes = as_split(layers_bytes, split, len(device.cards))
     total = max(1, sum(card_bytes))
     return tuple(
         (card, n_bytes / total) for card, n_bytes in zip(device.cards, card_bytes, strict=True)
@@ -233,37 +252,42 @@ class CardShare(NamedTuple):
 COMPLETE_SHARE = CardShare(1.0, 1.0, 1.0, 1.0, 0)
 
 
-def shares(model: Model, variant: Variant, placed: Placement) -> CardShare:
-    """Return how `placed` splits a step. KV counts by the number of layers, and each crossing is
+def shares(model: Model, variant: Variant, placement: Placement) -> CardShare:
+    """Return how `placement` splits a step. KV counts by the number of layers, and each crossing is
     one copy of the activations."""
-    if not placed.is_split:
+    if not placement.is_split:
         return COMPLETE_SHARE
-    found = parts(model, variant)
-    n = len(model.layers)
-    first = placed.first_gpu_layer(n)
-    kept = placed.host_expert_layers(n)
-    dense = sum(d for d, _ in found.layers[first:])
-    if first <= n:
-        dense += found.output_bytes
-    n_device = max(0, n - first)
-    of_layers = n_device / max(1, n)
-    of_kv = of_layers
-    crossings = 2 * sum(1 for _, e in found.layers[first:kept] if e)
-    if 0 < first <= n:
+    parts_of_model = parts(model, variant)
+    n_layers = len(model.layers)
+    first_layer = placement.first_gpu_layer(n_layers)
+    n_host_experts = placement.host_expert_layers(n_layers)
+    dense = sum(dense_bytes for dense_bytes, _ in parts_of_model.layers[first_layer:])
+    if first_layer <= n_layers:
+        dense += parts_of_model.output_bytes
+    n_device = max(0, n_layers - first_layer)
+    layer_share = n_device / max(1, n_layers)
+    kv_share = layer_share
+    crossings = 2 * sum(
+        1 for _, expert_bytes in parts_of_model.layers[first_layer:n_host_experts] if expert_bytes
+    )
+    if 0 < first_layer <= n_layers:
         crossings += 2
-    if placed.kv_on_host:
-        of_kv = 0.0
+    if placement.kv_on_host:
+        kv_share = 0.0
         crossings += 2 * n_device
-    of_experts = of_layers
-    if found.expert_bytes:
-        experts = sum(e for _, e in found.layers[max(first, kept) :])
-        of_experts = experts / found.expert_bytes
-    of_dense = dense / max(1, found.dense_bytes + found.output_bytes)
-    return CardShare(of_dense, of_experts, of_kv, of_layers, crossings)
+    expert_share = layer_share
+    if parts_of_model.expert_bytes:
+        experts = sum(
+            expert_bytes
+            for _, expert_bytes in parts_of_model.layers[max(first_layer, n_host_experts) :]
+        )
+        expert_share = experts / parts_of_model.expert_bytes
+    dense_share = dense / max(1, parts_of_model.dense_bytes + parts_of_model.output_bytes)
+    return CardShare(dense_share, expert_share, kv_share, layer_share, crossings)
 
 
 # llama.cpp reads tables up to this size into memory anyway.
-MIN_BYTES = 4 * 2**30
+MIN_DISK_TABLE_BYTES = 4 * 2**30
 # Seconds to read a row that is not in memory. An SSD on PCIe serves 100,000 such reads a second or
 # more (assumed). On a DGX Spark, Qwen3.8-Flash-Next answered as fast with its table cold as warm
 # (github.com/0xBakeer/inference-atlas, pull requests 79 to 81). A hard disk serves a hundred.
@@ -288,12 +312,12 @@ def table_bytes(model: Model, variant: Variant) -> int:
 
 def disk_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
     """Return the bytes that this run leaves on disk; 0 if the engine reads the whole file."""
-    where = settings.placement.tables
-    if not model.lookup_params or where == "memory" or not backend_of(variant).disk_tables:
+    tables = settings.placement.tables
+    if not model.lookup_params or tables == "memory" or not backend_of(variant).disk_tables:
         return 0
-    found = table_bytes(model, variant)
-    if where == "disk" or found > MIN_BYTES:
-        return found
+    n_bytes = table_bytes(model, variant)
+    if tables == "disk" or n_bytes > MIN_DISK_TABLE_BYTES:
+        return n_bytes
     return 0
 
 

@@ -59,35 +59,35 @@ def find(
 
     Returns None if `model` is None and no model fits at all.
     """
-    usual = recommend(
+    first_pick = recommend(
         device, [model] if model else models, Workload(), overrides=overrides, limit=1
     )
-    plan = next(iter(usual.plans), None)
+    plan = next(iter(first_pick.plans), None)
     if plan is not None:
         model = plan.model
     if model is None:
         return None
-    holding = recommend(
+    recommendation = recommend(
         device, models, Workload(context=tokens), overrides=overrides, limit=_MODELS_SHOWN
     )
     choices: tuple[KvChoice, ...] = ()
     if plan is not None:
         choices = tuple(
-            KvChoice(kv_type, _longest(device, plan, kv_type))
+            KvChoice(kv_type, _max_ctx(device, plan, kv_type))
             for kv_type in _KV_TYPES
             if kv_sizes.kv_type_allowed(model, kv_type)
         )
     machine = None
     if not model.native_context or model.native_context >= tokens:
         machine = _least_machine(machines, model, tokens)
-    return LongContext(model, tokens, plan, choices, holding.plans, machine)
+    return LongContext(model, tokens, plan, choices, recommendation.plans, machine)
 
 
-def _loses_little(plan: Plan) -> bool:
+def _is_format_loss_small(plan: Plan) -> bool:
     return quality.format_cost(plan.model, plan.variant) <= _SMALL_LOSS_POINTS
 
 
-def _longest(device: Device, plan: Plan, kv_type: str) -> int:
+def _max_ctx(device: Device, plan: Plan, kv_type: str) -> int:
     settings = plan.settings.with_kv_type(kv_type)
     return max_context(device, plan._replace(settings=settings))
 
@@ -100,6 +100,6 @@ def _least_machine(
     workload = Workload(context=tokens)
     for device in sorted(machines, key=attrgetter("usable_bytes", "bandwidth_gbps.value", "name")):
         for plan in recommend(device, [model], workload, limit=1).plans:
-            if plan.fits == "yes" and _loses_little(plan):
+            if plan.fits == "yes" and _is_format_loss_small(plan):
                 return device, plan
     return None

@@ -69,15 +69,15 @@ def compute_bytes(model: Model, settings: RunSettings) -> int:
     """
     n_batch = settings.n_batch
     hidden = model.hidden_size
-    heads = model.n_heads * model.head_dim
-    width = 3 * model.intermediate_size + 3 * hidden + heads
+    heads_width = model.n_heads * model.head_dim
+    width = 3 * model.intermediate_size + 3 * hidden + heads_width
     if model.experts is not None:
-        routed = model.experts.n_active * hidden
-        narrow = model.experts.n_active * model.experts.intermediate
-        gathered = 2 * narrow + 2 * routed
+        routed_width = model.experts.n_active * hidden
+        expert_width = model.experts.n_active * model.experts.intermediate
+        gathered_width = 2 * expert_width + 2 * routed_width
         if model.experts.n_shared:
-            gathered += 2 * hidden
-        width = max(width, 3 * narrow + 3 * hidden + heads, gathered)
+            gathered_width += 2 * hidden
+        width = max(width, 3 * expert_width + 3 * hidden + heads_width, gathered_width)
     # Hyper-connections hold several streams of hidden states instead of the two that are counted.
     width += max(0, model.residual_streams - 2) * hidden
     cells = _attention_mask_cells(model, settings)
@@ -107,20 +107,20 @@ def embedding_bytes(model: Model, variant: Variant) -> int:
     """Return the bytes of the token embedding table in this variant's format, with lookup tables."""
     if model.lookup_params:
         # The tables have their own format. The other tensors take the rest of the file.
-        tables = layer_bytes.table_bytes(model, variant)
+        tables_bytes = layer_bytes.table_bytes(model, variant)
         total = model.params_total - model.lookup_params
         tokens = replace(model, lookup_params=0, lookup_bits=0.0, params_total=total)
-        rest = replace(variant, file_bytes=weights_bytes(variant) - tables, weights_bytes=0)
-        return tables + embedding_bytes(tokens, rest)
+        others = replace(variant, file_bytes=weights_bytes(variant) - tables_bytes, weights_bytes=0)
+        return tables_bytes + embedding_bytes(tokens, others)
     rows = model.vocab_size * model.hidden_size
-    mix = quants.MIXTURES.get(variant.quant)
-    if mix is not None:
-        asked = mix.head if model.tied_embeddings else mix.embed
-        bits = quants.GGUF_TYPES[quants.fallback(asked, model.hidden_size)].bits
+    mixture = quants.MIXTURES.get(variant.quant)
+    if mixture is not None:
+        wanted_type = mixture.head if model.tied_embeddings else mixture.embed
+        bits = quants.GGUF_TYPES[quants.fallback(wanted_type, model.hidden_size)].bits
         return round(rows * bits / 8)
-    known = facts(model)
-    stored = known.dense_params + known.pool_params + known.embedding_params
-    return round(weights_bytes(variant) * min(1.0, rows / max(1, stored)))
+    counts = facts(model)
+    stored_params = counts.dense_params + counts.pool_params + counts.embedding_params
+    return round(weights_bytes(variant) * min(1.0, rows / max(1, stored_params)))
 
 
 def fully_offloaded_bytes(model: Model, variant: Variant, device: Device | None) -> tuple[int, int]:
@@ -135,14 +135,14 @@ def fully_offloaded_bytes(model: Model, variant: Variant, device: Device | None)
     if device is None or device.accelerator == "cpu" or not backend_of(variant).host_embedding:
         return total, 0
     embedding = min(total, embedding_bytes(model, variant))
-    copied = 0
+    copied_bytes = 0
     if model.tied_embeddings:
-        copied = embedding - min(embedding, layer_bytes.table_bytes(model, variant))
+        copied_bytes = embedding - min(embedding, layer_bytes.table_bytes(model, variant))
     if device.kind == "unified":
         if KINDS[device.accelerator].shares_tables:
-            copied = 0
-        return total + copied, 0
-    return total - embedding + copied, embedding
+            copied_bytes = 0
+        return total + copied_bytes, 0
+    return total - embedding + copied_bytes, embedding
 
 
 # --- runtime --------------------------------------------------------------------------------------
@@ -164,16 +164,16 @@ def dequantised_bytes(model: Model, settings: RunSettings) -> int:
     `ggml_cuda_flash_attn_ext_get_alloc_size`; 512 MiB for 131,072 cells of 2,048).
     """
     layout = kv_sizes.layout(settings)
-    most = 0
+    largest = 0
     for layer, _ in facts(model).groups:
         k_width, v_width = layer.mixer.row
-        widened = 0
+        quantised_width = 0
         if settings.kv_type_k != "f16":
-            widened += k_width
+            quantised_width += k_width
         if settings.kv_type_v != "f16":
-            widened += v_width
-        most = max(most, layer.mixer.cells(layout) * widened)
-    return F16 * most
+            quantised_width += v_width
+        largest = max(largest, layer.mixer.cells(layout) * quantised_width)
+    return F16 * largest
 
 
 def _step_bytes(model: Model, settings: RunSettings, device: Device | None) -> int:
@@ -181,14 +181,14 @@ def _step_bytes(model: Model, settings: RunSettings, device: Device | None) -> i
     # planner's figure.
     if device is None or device.accelerator == "cpu":
         return compute_bytes(model, settings)
-    widened = 0
+    extra_bytes = 0
     if KINDS[device.accelerator].dequantises_kv:
-        widened = dequantised_bytes(model, settings)
+        extra_bytes = dequantised_bytes(model, settings)
     # The host writes the mask, and the device keeps a copy for the whole step. In unified memory
     # both copies count.
     if device.kind == "unified":
-        widened += 2 * F16 * _attention_mask_cells(model, settings) * settings.n_batch
-    return compute_bytes(model, settings) * 6 // 5 + widened
+        extra_bytes += 2 * F16 * _attention_mask_cells(model, settings) * settings.n_batch
+    return compute_bytes(model, settings) * 6 // 5 + extra_bytes
 
 
 def host_compute_bytes(model: Model, settings: RunSettings) -> int:
@@ -200,16 +200,16 @@ def host_compute_bytes(model: Model, settings: RunSettings) -> int:
     layers or whole layers, up to 12 MiB too much with experts.
     """
     n_layers = len(model.layers)
-    placed = settings.placement
-    ends = F16 * _attention_mask_cells(model, settings) * settings.n_batch
-    ends += 2 * F32 * model.hidden_size * settings.n_batch
-    if placed.first_gpu_layer(n_layers) > 0:
-        return max(ends, compute_bytes(model, settings))
-    if placed.host_expert_layers(n_layers) and model.experts is not None:
+    placement = settings.placement
+    n_bytes = F16 * _attention_mask_cells(model, settings) * settings.n_batch
+    n_bytes += 2 * F32 * model.hidden_size * settings.n_batch
+    if placement.first_gpu_layer(n_layers) > 0:
+        return max(n_bytes, compute_bytes(model, settings))
+    if placement.host_expert_layers(n_layers) and model.experts is not None:
         rows = model.experts.n_active * model.hidden_size
-        narrow = model.experts.n_active * model.experts.intermediate
-        ends += F32 * settings.n_batch * max(2 * rows, rows + 2 * narrow, 3 * narrow)
-    return ends
+        expert_width = model.experts.n_active * model.experts.intermediate
+        n_bytes += F32 * settings.n_batch * max(2 * rows, rows + 2 * expert_width, 3 * expert_width)
+    return n_bytes
 
 
 # ggml's GGML_SCHED_MAX_COPIES: micro-batches that several cards process at once.
@@ -223,8 +223,8 @@ def pipeline_bytes(model: Model, settings: RunSettings, n_cards: int) -> int:
     They hold more copies of a step's inputs, mask and hidden states. llama.cpp does this if all
     layers are on cards and no tensors are placed elsewhere.
     """
-    placed = settings.placement
-    if n_cards < 2 or placed.is_split:
+    placement = settings.placement
+    if n_cards < 2 or placement.is_split:
         return 0
     inputs = F16 * _attention_mask_cells(model, settings) + F32 * model.hidden_size
     return (_PIPELINE_COPIES - 1) * inputs * settings.n_batch
@@ -234,9 +234,9 @@ def layer_ledger(model: Model, variant: Variant, settings: RunSettings) -> layer
     """Return the bytes of each layer in this run."""
     kv = layer_kv_bytes(model, settings)
     state = layer_state_bytes(model, settings)
-    found = layer_bytes.parts(model, variant)
-    rows = tuple((d, e, k, s) for (d, e), k, s in zip(found.layers, kv, state, strict=True))
-    return layer_bytes.Ledger(rows, found.input_bytes, found.output_bytes, found.own_output_bytes)
+    parts = layer_bytes.parts(model, variant)
+    rows = tuple((d, e, k, s) for (d, e), k, s in zip(parts.layers, kv, state, strict=True))
+    return layer_bytes.Ledger(rows, parts.input_bytes, parts.output_bytes, parts.own_output_bytes)
 
 
 def need(
@@ -253,23 +253,23 @@ def need(
     n_cards = 1
     limit = 0
     if device is not None:
-        device = layer_bytes.used(device, settings.placement)
+        device = layer_bytes.with_used_cards(device, settings.placement)
         n_cards = device.n_gpus
         limit = device.usable_bytes
         if device.kind == "discrete":
             return _need_on_cards(model, variant, settings, device)
     weights, _ = fully_offloaded_bytes(model, variant, device)
-    on_disk = layer_bytes.disk_bytes(model, variant, settings)
+    disk = layer_bytes.disk_bytes(model, variant, settings)
     compute = n_cards * _step_bytes(model, settings, device)
     return MemoryNeed(
-        weights_bytes=weights - on_disk,
+        weights_bytes=weights - disk,
         kv_bytes=kv_bytes(model, settings),
         recurrent_bytes=recurrent_bytes(model, settings),
         compute_bytes=compute + output_bytes(model, settings.slots),
         overhead_bytes=overhead_bytes(device),
         draft_bytes=_draft_bytes(model, variant, settings, device),
         limit_bytes=limit,
-        disk_bytes=on_disk,
+        disk_bytes=disk,
         projector_bytes=settings.projector_bytes,
     )
 
@@ -278,65 +278,66 @@ def _need_on_cards(
     model: Model, variant: Variant, settings: RunSettings, device: Device
 ) -> MemoryNeed:
     """Return `need` for one or more cards with their own memory, separate from the host's."""
-    placed = settings.placement
+    placement = settings.placement
     n_cards = device.n_gpus
     kv = kv_bytes(model, settings)
     state = recurrent_bytes(model, settings)
-    host_kept = 0
+    host_cache = 0
     rows: list[int] = []
-    if placed.is_split or n_cards > 1 or variant.layer_bytes:
-        book = layer_ledger(model, variant, settings)
-        host_kv, host_state = book.host_kv_bytes(placed)
+    if placement.is_split or n_cards > 1 or variant.layer_bytes:
+        ledger = layer_ledger(model, variant, settings)
+        host_kv, host_state = ledger.host_kv_bytes(placement)
         kv -= host_kv
         state -= host_state
-        host_kept = host_kv + host_state
-        rows = book.device_layers(placed)
+        host_cache = host_kv + host_state
+        rows = ledger.device_layers(placement)
         weights = sum(rows) - kv - state
-        host_weights = book.host_weights_bytes(placed)
+        host_weights = ledger.host_weights_bytes(placement)
     else:
         weights, host_weights = fully_offloaded_bytes(model, variant, device)
     # Each card holds the buffers for the graph of its own layers.
     copies = pipeline_bytes(model, settings, n_cards)
     compute = overhead = projector = 0
-    if placed.gpu_layers != 0:
+    if placement.gpu_layers != 0:
         compute = _step_bytes(model, settings, device) + copies
         overhead = overhead_bytes(device)
         projector = settings.projector_bytes
-    drafted = _draft_bytes(model, variant, settings, device)
-    on_disk = min(host_weights, layer_bytes.disk_bytes(model, variant, settings))
-    host = host_weights - on_disk + host_kept + settings.projector_bytes - projector
+    drafter = _draft_bytes(model, variant, settings, device)
+    disk = min(host_weights, layer_bytes.disk_bytes(model, variant, settings))
+    host = host_weights - disk + host_cache + settings.projector_bytes - projector
     host += host_compute_bytes(model, settings) + copies + output_bytes(model, settings.slots)
     cards = limits = tuple[int, ...]()
     if n_cards > 1:
         limits = cards_limits(device)
-        each = layer_bytes.as_split(rows, placed.tensor_split or limits, n_cards)
-        cards = _cards_bytes(each, compute + overhead // n_cards, drafted, settings)
+        by_card = layer_bytes.as_split(rows, placement.tensor_split or limits, n_cards)
+        cards = _cards_bytes(by_card, compute + overhead // n_cards, drafter, settings)
     return MemoryNeed(
         weights_bytes=max(0, weights),
         kv_bytes=kv,
         recurrent_bytes=state,
         compute_bytes=compute * n_cards,
         overhead_bytes=overhead,
-        draft_bytes=drafted,
+        draft_bytes=drafter,
         limit_bytes=device.usable_bytes,
         host_bytes=host,
         cards_bytes=cards,
         cards_limit_bytes=limits,
-        disk_bytes=on_disk,
+        disk_bytes=disk,
         projector_bytes=projector,
         host_limit_bytes=device.host.limit_bytes if device.host else 0,
     )
 
 
 def _cards_bytes(
-    layers: Sequence[int], fixed: int, drafted: int, settings: RunSettings
+    layers: Sequence[int], fixed_bytes: int, drafter_bytes: int, settings: RunSettings
 ) -> tuple[int, ...]:
-    """Return the bytes on each card: its `layers`, the `fixed` bytes, and its share of the drafter.
+    """Return the bytes on each card: its `layers`, the `fixed_bytes` bytes, and its share of the
+    drafter.
 
     The drafter is split like the model. The image projector is on the first card.
     """
     total = max(1, sum(layers))
-    first, *others = (n_bytes + fixed + drafted * n_bytes // total for n_bytes in layers)
+    first, *others = (n + fixed_bytes + drafter_bytes * n // total for n in layers)
     return first + settings.projector_bytes, *others
 
 
@@ -353,22 +354,21 @@ def _draft_bytes(
     """Return the bytes of the drafter: a second model with its own context, the model's own heads,
     or a trained drafter."""
     drafter = settings.drafter
-    drafted = 0
+    n_bytes = 0
     if drafter.second is not None:
         # The engine's worker loads it with the same context, sequences and step size, and with KV
         # at 16 bits.
-        plain = RunSettings(
+        second_settings = RunSettings(
             settings.n_ctx, slots=settings.slots, n_batch=settings.n_batch, n_outputs=settings.slots
         )
-        small = need(
-            *drafter.second, plain.placed(gpu_layers=settings.placement.gpu_layers), device
-        )
-        drafted = small.total_bytes - small.overhead_bytes
+        second_settings = second_settings.placed(gpu_layers=settings.placement.gpu_layers)
+        second_need = need(*drafter.second, second_settings, device)
+        n_bytes = second_need.total_bytes - second_need.overhead_bytes
     if drafter.is_mtp and model.mtp_layers:
-        drafted += mtp_bytes(model, variant, settings)
+        n_bytes += mtp_bytes(model, variant, settings)
     if drafter.companion is not None:
-        drafted += companion_bytes(model, drafter.companion, settings)
-    return drafted
+        n_bytes += companion_bytes(model, drafter.companion, settings)
+    return n_bytes
 
 
 # Extra cells per sequence that our llama.cpp backend gives the draft heads
@@ -424,8 +424,8 @@ def mtp_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
     heads = replace(model, layers=tuple(unbounded[-1:]) * model.mtp_layers)
     outputs = settings.slots * model.mtp_layers
     n_ctx = settings.n_ctx + _HEADS_DRAFT_CELLS * settings.slots
-    own = replace(settings, n_ctx=n_ctx, n_outputs=outputs)
-    context = kv_bytes(heads, own) + compute_bytes(heads, own)
+    settings_of_heads = replace(settings, n_ctx=n_ctx, n_outputs=outputs)
+    context = kv_bytes(heads, settings_of_heads) + compute_bytes(heads, settings_of_heads)
     rows = settings.n_batch + outputs + _UNREAD_TOKENS * settings.slots
     hidden = F32 * model.hidden_size * rows
     return variant.mtp_bytes + context + output_bytes(model, outputs) + hidden
@@ -472,17 +472,17 @@ def mlx_step_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, 
 def _need_mlx(
     model: Model, variant: Variant, settings: RunSettings, device: Device | None
 ) -> MemoryNeed:
-    drafted = 0
+    drafter = 0
     if settings.drafter.second is not None:
-        small, files = settings.drafter.second
-        plain = RunSettings(settings.n_ctx, slots=settings.slots)
-        drafted = weights_bytes(files) + mlx_kv_bytes(small, plain) + recurrent_bytes(small, plain)
+        second, files = settings.drafter.second
+        run = RunSettings(settings.n_ctx, slots=settings.slots)
+        drafter = weights_bytes(files) + mlx_kv_bytes(second, run) + recurrent_bytes(second, run)
     if settings.drafter.is_mtp and model.mtp_layers:
-        drafted += mtp_bytes(model, variant, settings)
+        drafter += mtp_bytes(model, variant, settings)
     if settings.drafter.companion is not None:
-        drafted += mlx_companion_bytes(model, settings.drafter.companion, settings)
+        drafter += mlx_companion_bytes(model, settings.drafter.companion, settings)
     # mlx-lm keeps one state to take tokens back, whatever their number.
-    kept = replace(settings, n_rewind=min(1, settings.n_rewind))
+    with_one_state = replace(settings, n_rewind=min(1, settings.n_rewind))
     # MLX has no fused attention on the CPU (mlx/backend/no_gpu/primitives.cpp).
     fused = backend_of(variant).fused_heads
     if device is None or device.accelerator == "cpu":
@@ -491,10 +491,10 @@ def _need_mlx(
         weights_bytes=weights_bytes(variant),
         kv_bytes=mlx_kv_bytes(model, settings),
         # mlx-lm keeps the convolution's state in the activations' type, and the rest in float32.
-        recurrent_bytes=recurrent_bytes(model, kept),
+        recurrent_bytes=recurrent_bytes(model, with_one_state),
         compute_bytes=mlx_step_bytes(model, settings, fused),
         overhead_bytes=overhead_bytes(device),
-        draft_bytes=drafted,
+        draft_bytes=drafter,
         limit_bytes=device.usable_bytes if device is not None else 0,
         projector_bytes=settings.projector_bytes,
     )

@@ -81,11 +81,11 @@ class _Pair:
 
     def kv_bytes(self, n_tokens: int) -> int:
         """The bytes that cross the link for a prompt."""
-        held = replace(self.settings, n_ctx=n_tokens, slots=1, spare=0)
-        of_states = kv_sizes.recurrent_bytes(self.model, held)
+        prompt_settings = replace(self.settings, n_ctx=n_tokens, slots=1, spare=0)
+        state_bytes = kv_sizes.recurrent_bytes(self.model, prompt_settings)
         if self.variant.is_folder:
-            return kv_sizes.mlx_kv_bytes(self.model, held) + of_states
-        return kv_sizes.kv_bytes(self.model, held) + of_states
+            return kv_sizes.mlx_kv_bytes(self.model, prompt_settings) + state_bytes
+        return kv_sizes.kv_bytes(self.model, prompt_settings) + state_bytes
 
     def split(self, n_tokens: int, bytes_per_s: float, latency_s: tuple[float, float]) -> Range:
         prefill = speed.prefill(
@@ -117,9 +117,9 @@ class _Pair:
 def why_not(variant: Variant, there: Device, here: Device) -> str:
     """Return why KV of `variant` can't go from `there` to `here`, or "" if it can."""
     backend = backend_of(variant)
-    unable = [d.name for d in (there, here) if not backend.runs_on(d.accelerator)]
-    if unable:
-        return f"{backend.name} does not run on {unable[0]}, and KV goes only between equal engines"
+    unsupported = [d.name for d in (there, here) if not backend.runs_on(d.accelerator)]
+    if unsupported:
+        return f"{backend.name} does not run on {unsupported[0]}, and KV goes only between equal engines"
     return ""
 
 
@@ -139,13 +139,15 @@ def plan(
     ways = [
         Phases(
             "prefill there, decode here",
-            tuple(pair.split(n, link.bytes_per_s, link.latency_s) for n in prompt_tokens),
+            tuple(
+                pair.split(n_tokens, link.bytes_per_s, link.latency_s) for n_tokens in prompt_tokens
+            ),
             pair.decode(here),
         )
     ]
     for device in (there, here):
-        alone = tuple(pair.single(device, n) for n in prompt_tokens)
-        ways.append(Phases(f"{device.name} alone", alone, pair.decode(device)))
+        ttft_alone = tuple(pair.single(device, n_tokens) for n_tokens in prompt_tokens)
+        ways.append(Phases(f"{device.name} alone", ttft_alone, pair.decode(device)))
     if not variant.is_folder:
         ways.append(_layers_on_both(pair, link, prompt_tokens))
     links = (link, *(other for other in others if other is not link))
@@ -155,9 +157,9 @@ def plan(
         link,
         tuple(prompt_tokens),
         tuple(ways),
-        tuple((each, _pays_from(pair, each)) for each in links),
+        tuple((other_link, _pays_from(pair, other_link)) for other_link in links),
         _needed_bytes_s(pair, link, max(prompt_tokens)),
-        tuple(pair.kv_bytes(n) for n in prompt_tokens),
+        tuple(pair.kv_bytes(n_tokens) for n_tokens in prompt_tokens),
     )
 
 
@@ -184,19 +186,19 @@ def _pays_from(pair: _Pair, link: Link) -> int | None:
     def gains(n_blocks: int) -> bool:
         return pair.gains(n_blocks * PART_TOKENS, link)
 
-    return _first(gains, pair.settings.n_ctx // PART_TOKENS)
+    return _first_block(gains, pair.settings.n_ctx // PART_TOKENS)
 
 
-def _first(holds: Callable[[int], bool], most: int) -> int | None:
-    """The tokens of the first of 1 … `most` blocks for which `holds` is true, if it stays true from
-    there on; None if it is not true for the last."""
-    if most < 1 or not holds(most):
+def _first_block(is_true: Callable[[int], bool], n_blocks: int) -> int | None:
+    """The tokens of the first of 1 … `n_blocks` blocks for which `is_true` is true, if it stays
+    true from there on; None if it is not true for the last."""
+    if n_blocks < 1 or not is_true(n_blocks):
         return None
     low = 0
-    high = most
+    high = n_blocks
     while high - low > 1:
         middle = (low + high) // 2
-        if holds(middle):
+        if is_true(middle):
             high = middle
         else:
             low = middle

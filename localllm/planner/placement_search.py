@@ -61,28 +61,28 @@ class OffloadOptions:
 FREE = OffloadOptions()
 
 
-def needed_parts(device: Device, need: MemoryNeed) -> list[Part]:
+def needed_parts(device: Device, account: MemoryNeed) -> list[Part]:
     """Return the need of each memory: the accelerator's pool, each of several cards, and system
     memory.
 
     Nearly all loadable bytes of the pool count as available without evicting the data of other
     programs.
     """
-    roomy = int(TIGHT_SHARE * min(need.limit_bytes, device.memory.loadable_bytes))
-    has_cards = bool(need.cards_bytes and device.cards)
-    free = device.memory.available_bytes
+    roomy_bytes = int(TIGHT_SHARE * min(account.limit_bytes, device.memory.loadable_bytes))
+    has_cards = bool(account.cards_bytes and device.cards)
+    free_bytes = device.memory.available_bytes
     if has_cards:
-        free = need.limit_bytes
-    parts = [Part(device.name, need.total_bytes, need.limit_bytes, free, roomy)]
-    cards = zip(need.cards_bytes, need.cards_limit_bytes, strict=True)
-    for i, (n_bytes, limit) in enumerate(cards):
-        free = limit
+        free_bytes = account.limit_bytes
+    parts = [Part(device.name, account.total_bytes, account.limit_bytes, free_bytes, roomy_bytes)]
+    cards = zip(account.cards_bytes, account.cards_limit_bytes, strict=True)
+    for i, (n_bytes, limit_bytes) in enumerate(cards):
+        free_bytes = limit_bytes
         if has_cards:
-            free = device.cards[i].memory.available_bytes
-        parts.append(Part(f"card {i}", n_bytes, limit, free))
-    if need.host_bytes and device.host is not None:
-        limit = device.host.limit_bytes
-        parts.append(Part("system memory", need.host_bytes, limit, limit))
+            free_bytes = device.cards[i].memory.available_bytes
+        parts.append(Part(f"card {i}", n_bytes, limit_bytes, free_bytes))
+    if account.host_bytes and device.host is not None:
+        limit_bytes = device.host.limit_bytes
+        parts.append(Part("system memory", account.host_bytes, limit_bytes, limit_bytes))
     return parts
 
 
@@ -97,23 +97,25 @@ def over_cards(
 ) -> RunSettings:
     """Return `settings` with the number of layers of each card; unchanged for one card, or if a
     split was given."""
-    placed = settings.placement
-    device = layer_bytes.used(device, placed)
-    if device.n_gpus < 2 or device.kind != "discrete" or placed.tensor_split:
+    placement = settings.placement
+    device = layer_bytes.with_used_cards(device, placement)
+    if device.n_gpus < 2 or device.kind != "discrete" or placement.tensor_split:
         return settings
-    rows = memory.layer_ledger(model, variant, settings).device_layers(placed)
-    if not rows:
+    device_layers = memory.layer_ledger(model, variant, settings).device_layers(placement)
+    if not device_layers:
         return settings
-    counts, _ = layer_bytes.over_cards(rows, _goals(device, model, variant, settings, sum(rows)))
+    counts, _ = layer_bytes.over_cards(
+        device_layers, _bytes_for_cards(device, model, variant, settings, sum(device_layers))
+    )
     return settings.placed(tensor_split=tuple(float(n) for n in counts))
 
 
 # The fastest cards are filled to this share of their limit before slower ones get a layer. The rest
 # is lost to the size of a layer.
-_FILLED = 0.95
+_MAX_FILL_SHARE = 0.95
 
 
-def _goals(
+def _bytes_for_cards(
     device: Device, model: Model, variant: Variant, settings: RunSettings, layers_bytes: int
 ) -> tuple[int, ...]:
     """Return the bytes of the layers' `layers_bytes` for each card, after each card's part of the
@@ -128,17 +130,17 @@ def _goals(
         return limits
     fixed_bytes = memory.need(model, variant, settings, device).total_bytes - layers_bytes
     goals = [0] * len(limits)
-    left = layers_bytes
+    remaining_bytes = layers_bytes
     for rate in sorted(set(rates), reverse=True):
-        same_kind = [i for i, r in enumerate(rates) if r == rate]
+        same_kind = [i for i, card_rate in enumerate(rates) if card_rate == rate]
         free_bytes = [
-            max(0, int(_FILLED * limits[i]) - fixed_bytes // len(limits)) for i in same_kind
+            max(0, int(_MAX_FILL_SHARE * limits[i]) - fixed_bytes // len(limits)) for i in same_kind
         ]
-        taken = min(left, sum(free_bytes))
+        taken_bytes = min(remaining_bytes, sum(free_bytes))
         for i, card_free_bytes in zip(same_kind, free_bytes, strict=True):
-            goals[i] = taken * card_free_bytes // max(1, sum(free_bytes))
-        left -= taken
-    if left > 0:
+            goals[i] = taken_bytes * card_free_bytes // max(1, sum(free_bytes))
+        remaining_bytes -= taken_bytes
+    if remaining_bytes > 0:
         return limits
     return tuple(goals)
 
@@ -175,42 +177,42 @@ def choices(device: Device) -> tuple[tuple[int, ...], ...]:
     if device.kind != "discrete" or len(device.cards) < 2:
         return ()
     slowest_gbps: dict[tuple[int, ...], float] = {}
-    for chosen in _choices_of(_kinds_of_cards(device)):
-        if 0 < len(chosen) < len(device.cards):
-            numbers = tuple(sorted(card.number for card in chosen))
-            slowest_gbps[numbers] = min(map(_bandwidth, chosen))
+    for chosen_cards in _choices_of(_kinds_of_cards(device)):
+        if 0 < len(chosen_cards) < len(device.cards):
+            numbers = tuple(sorted(card.number for card in chosen_cards))
+            slowest_gbps[numbers] = min(map(_bandwidth, chosen_cards))
     ranked = sorted((-gbps, len(numbers), numbers) for numbers, gbps in slowest_gbps.items())
     return tuple(numbers for _, _, numbers in ranked)
 
 
 def on_some_cards(
-    device: Device, model: Model, variant: Variant, wanted: RunSettings
+    device: Device, model: Model, variant: Variant, settings_wanted: RunSettings
 ) -> list[RunSettings]:
-    """Return `wanted` on each choice of some of the cards that have room for the weights, fastest
-    first.
+    """Return `settings_wanted` on each choice of some of the cards that have room for the weights,
+    fastest first.
 
     A choice counts as fast as its slowest card. The speed of each kind of card alone is predicted,
     because the card with the most bandwidth may have slow kernels for this quant.
     """
     weights_bytes = variant.file_bytes - layer_bytes.disk_bytes(model, variant, USUAL)
-    placed = [wanted.placed(cards=cards) for cards in choices(device)]
-    roomy = [
+    options = [settings_wanted.placed(cards=cards) for cards in choices(device)]
+    options_with_room = [
         settings
-        for settings in placed
-        if weights_bytes <= layer_bytes.used(device, settings.placement).usable_bytes
+        for settings in options
+        if weights_bytes <= layer_bytes.with_used_cards(device, settings.placement).usable_bytes
     ]
-    if len(roomy) < 2:
-        return roomy
+    if len(options_with_room) < 2:
+        return options_with_room
     tok_s: dict[int, float] = {}
-    for same in _kinds_of_cards(device):
-        alone = wanted.placed(cards=(same[0].number,))
-        rate = speed.decode(device, model, variant, alone).value
-        tok_s.update({card.number: rate for card in same})
+    for same_kind in _kinds_of_cards(device):
+        single_card = settings_wanted.placed(cards=(same_kind[0].number,))
+        rate = speed.decode(device, model, variant, single_card).value
+        tok_s.update({card.number: rate for card in same_kind})
 
     def slowest(settings: RunSettings) -> float:
         return min(tok_s[number] for number in settings.placement.cards)
 
-    return sorted(roomy, key=slowest, reverse=True)
+    return sorted(options_with_room, key=slowest, reverse=True)
 
 
 def _choices_of(groups: Sequence[Sequence[Device]]) -> Iterator[Sequence[Device]]:
@@ -257,27 +259,32 @@ def best_split(
 ) -> RunSettings | None:
     """Return `settings` placed on `device` and its host for the fastest decoding. Returns None if
     no placement fits. The context counts as half full."""
-    found = _Search(
-        layer_bytes.used(device, settings.placement),
+    placements = _Search(
+        layer_bytes.with_used_cards(device, settings.placement),
         model,
         variant,
         offload.applied_to(settings),
         offload,
     ).candidates()
-    return fastest(device, model, variant, found, depth=settings.n_ctx // 2)
+    return fastest(device, model, variant, placements, depth=settings.n_ctx // 2)
 
 
 def fastest(
-    device: Device, model: Model, variant: Variant, found: Sequence[RunSettings], *, depth: int = 0
+    device: Device,
+    model: Model,
+    variant: Variant,
+    options: Sequence[RunSettings],
+    *,
+    depth: int = 0,
 ) -> RunSettings | None:
     """Return the settings that are predicted to decode fastest; the first of them if several are
     equal."""
-    if not found:
+    if not options:
         return None
-    if len(found) == 1:
-        return found[0]
-    rates = [speed.decode(device, model, variant, one, depth=depth).value for one in found]
-    return found[rates.index(max(rates))]
+    if len(options) == 1:
+        return options[0]
+    rates = [speed.decode(device, model, variant, option, depth=depth).value for option in options]
+    return options[rates.index(max(rates))]
 
 
 class _Search:
@@ -296,7 +303,7 @@ class _Search:
         self._variant = variant
         self._offload = offload
         self._settings = settings
-        self._book = memory.layer_ledger(model, variant, settings)
+        self._ledger = memory.layer_ledger(model, variant, settings)
         self._limits = memory.cards_limits(device)
         full_need = memory.need(model, variant, settings, device)
         self._fixed_bytes = (
@@ -313,33 +320,35 @@ class _Search:
         """Return the placements that fit: the best with the KV cache on the cards, and the best
         with it in system memory. The second is tried only for a large cache."""
         start = self._settings.placement
-        found = [self._fewest_off(start)]
+        options = [self._with_fewest_on_host(start)]
         if self._kv_share > _MIN_KV_SHARE:
-            found.append(self._fewest_off(replace(start, kv_on_host=True)))
-        return [s for s in found if s is not None]
+            options.append(self._with_fewest_on_host(replace(start, kv_on_host=True)))
+        return [option for option in options if option is not None]
 
-    def _fewest_off(self, start: Placement) -> RunSettings | None:
+    def _with_fewest_on_host(self, start: Placement) -> RunSettings | None:
         """Return `start` with as few experts, else layers, in system memory as necessary. If
         `start` fits, it stays as it is. Returns None if it does not fit in any way."""
-        placed = start
+        placement = start
         if not self._fits(start):
-            found = self._experts_off(start) or self._layers_off(start)
-            if found is None:
+            smaller_placement = self._with_experts_on_host(start) or self._with_layers_on_host(
+                start
+            )
+            if smaller_placement is None:
                 return None
-            placed = found
-        divided = over_cards(
-            self._device, self._model, self._variant, replace(self._settings, placement=placed)
+            placement = smaller_placement
+        split_settings = over_cards(
+            self._device, self._model, self._variant, replace(self._settings, placement=placement)
         )
-        need = memory.need(self._model, self._variant, divided, self._device)
+        need = memory.need(self._model, self._variant, split_settings, self._device)
         if verdict(self._device, need) == "no":
             return None
-        return divided
+        return split_settings
 
     def _may_move_experts(self) -> bool:
         is_free = self._offload.experts_on_host is None
-        return is_free and any(experts for _, experts, _, _ in self._book.layers)
+        return is_free and any(experts for _, experts, _, _ in self._ledger.layers)
 
-    def _experts_off(self, start: Placement) -> Placement | None:
+    def _with_experts_on_host(self, start: Placement) -> Placement | None:
         """Return `start` with the experts of as few layers in system memory as necessary for the
         rest to fit."""
         if not self._may_move_experts():
@@ -348,9 +357,9 @@ class _Search:
         def without(n_layers: int) -> Placement:
             return replace(start, experts_on_host=n_layers)
 
-        return self._least(range(1, len(self._model.layers) + 1), without)
+        return self._first_that_fits(range(1, len(self._model.layers) + 1), without)
 
-    def _layers_off(self, start: Placement) -> Placement | None:
+    def _with_layers_on_host(self, start: Placement) -> Placement | None:
         """Return `start` with as few layers in system memory as necessary for the rest to fit,
         after all experts."""
         if self._offload.gpu_layers is not None:
@@ -361,37 +370,44 @@ class _Search:
         def with_layers(n_layers: int) -> Placement:
             return replace(start, gpu_layers=n_layers)
 
-        return self._least(range(len(self._model.layers) + 1, -1, -1), with_layers)
+        return self._first_that_fits(range(len(self._model.layers) + 1, -1, -1), with_layers)
 
-    def _least(self, counts: range, take: Callable[[int], Placement]) -> Placement | None:
-        """Return `take` of the first count that fits, or None. Each count must need less on the
-        cards than the one before."""
+    def _first_that_fits(
+        self, counts: range, placement_of: Callable[[int], Placement]
+    ) -> Placement | None:
+        """Return `placement_of` of the first count that fits, or None. Each count must need less on
+        the cards than the one before."""
 
         def has_room(count: int) -> bool:
-            return self._fits(take(count))
+            return self._fits(placement_of(count))
 
-        at = bisect_left(counts, True, key=has_room)
-        if at < len(counts):
-            return take(counts[at])
+        first_fit = bisect_left(counts, True, key=has_room)
+        if first_fit < len(counts):
+            return placement_of(counts[first_fit])
         return None
 
-    def _fits(self, placed: Placement) -> bool:
+    def _fits(self, placement: Placement) -> bool:
         """Return whether the cards hold their part."""
         if self._settings.drafter.second is not None:
             # A drafter's layers leave the card with the model's.
-            settings = replace(self._settings, placement=placed)
+            settings = replace(self._settings, placement=placement)
             settings = over_cards(self._device, self._model, self._variant, settings)
             need = memory.need(self._model, self._variant, settings, self._device)
             return verdict(self._device, need._replace(host_bytes=0)) != "no"
-        if placed.gpu_layers == 0:
+        if placement.gpu_layers == 0:
             return True
         if len(self._limits) == 1:
-            on_card_bytes = sum(self._book.device_layers(placed))
+            on_card_bytes = sum(self._ledger.device_layers(placement))
             return on_card_bytes + self._fixed_bytes <= self._limits[0]
-        rows = self._book.device_layers(placed)
-        each = self._fixed_bytes // len(self._limits)
-        if placed.tensor_split:
-            card_bytes = layer_bytes.as_split(rows, placed.tensor_split, len(self._limits))
+        device_layers = self._ledger.device_layers(placement)
+        fixed_per_card = self._fixed_bytes // len(self._limits)
+        if placement.tensor_split:
+            card_bytes = layer_bytes.as_split(
+                device_layers, placement.tensor_split, len(self._limits)
+            )
         else:
-            _, card_bytes = layer_bytes.over_cards(rows, self._limits)
-        return all(b + each <= limit for b, limit in zip(card_bytes, self._limits, strict=True))
+            _, card_bytes = layer_bytes.over_cards(device_layers, self._limits)
+        return all(
+            n_bytes + fixed_per_card <= limit
+            for n_bytes, limit in zip(card_bytes, self._limits, strict=True)
+        )

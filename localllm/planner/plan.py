@@ -32,8 +32,8 @@ from localllm.planner.scoring import SPLIT_COST, Need, score
 from localllm.planner.starting_settings import (
     NO_OVERRIDES,
     Overrides,
+    available_drafts,
     context_for,
-    drafts_at_hand,
     rereads_turns,
     settings_for,
 )
@@ -78,7 +78,7 @@ def max_context(device: Device, plan: Plan) -> int:
 
 
 def _longest(device: Device, model: Model, variant: Variant, settings: RunSettings) -> int:
-    used = layer_bytes.used(device, settings.placement)
+    used = layer_bytes.with_used_cards(device, settings.placement)
 
     def is_too_long(steps: int) -> bool:
         longer = replace(settings, n_ctx=steps * kv_sizes.CONTEXT_STEP)
@@ -117,7 +117,7 @@ def plan_for(
     plans only what the score depends on, to choose between files: `decode_tok_s_full` is then the
     speed with an empty context, and steps are larger only if prompts cost points.
     """
-    drafts = drafts_at_hand(device, model, variant, workload, overrides)
+    drafts = available_drafts(device, model, variant, workload, overrides)
     if overrides.companion_found:
         overrides = replace(overrides, companion=None, companion_found=False)
     plan = _Run.of(device, model, variant, workload, overrides).rough_plan()
@@ -248,7 +248,7 @@ class _Run(NamedTuple):
         needs no memory."""
         if plan.memory is _UNKNOWN:
             return True
-        used = layer_bytes.used(self.device, plan.settings.placement)
+        used = layer_bytes.with_used_cards(self.device, plan.settings.placement)
         parts = placement_search.needed_parts(used, plan.memory)
         return all(part.needs_bytes <= part.free_bytes for part in parts)
 
@@ -293,7 +293,7 @@ class _Run(NamedTuple):
 
     def on_cards(self, settings: RunSettings) -> FittedSettings:
         """Place all of the model on the cards of `settings`, and judge whether it fits."""
-        used = layer_bytes.used(self.device, settings.placement)
+        used = layer_bytes.with_used_cards(self.device, settings.placement)
         tried = placement_search.over_cards(
             used, self.model, self.variant, self.overrides.offload.applied_to(settings)
         )
@@ -363,7 +363,7 @@ class _Run(NamedTuple):
         """Take the largest micro-batch that pays and needs little memory, for settings that fit
         ("yes"). Returns `fitted` itself if no size qualifies."""
         settings, need, fits = fitted
-        used = layer_bytes.used(self.device, settings.placement)
+        used = layer_bytes.with_used_cards(self.device, settings.placement)
         sizes = [(n, _SHARE_OF_MEMORY) for n in self.micro_batches(settings, least_gain)]
         if used.accelerator != "cpu" and backend_of(self.variant).buffers == "grown":
             most = min(self.prompt_tokens, int(settings.n_ctx * _SHARE_OF_CONTEXT))
@@ -384,7 +384,7 @@ class _Run(NamedTuple):
         step's buffers are larger. A CPU is limited by arithmetic long before that, so the result is
         empty.
         """
-        device = layer_bytes.used(self.device, settings.placement)
+        device = layer_bytes.with_used_cards(self.device, settings.placement)
         if device.accelerator == "cpu":
             return ()
         hardware = decode_cost.hardware_of(device, backend_of(self.variant).name)
@@ -484,8 +484,8 @@ MICRO_BATCHES = (DEFAULT_BATCH, 1024, 2048, 4096)
 # A doubling that speeds up a prompt by less than this is not worth its memory. The prediction is no
 # more accurate than that.
 _MIN_PREFILL_GAIN = 1.05
-# The same if the wait costs points. With a larger limit, more bandwidth could make the prompt slower:
-# the step reads weights sooner, so a doubling gains less.
+# The same if the wait costs points. With a larger limit, more bandwidth could make the prompt
+# slower: the step reads weights sooner, so a doubling gains less.
 _MIN_SCORED_GAIN = 1.003
 # Larger steps may take this share of the accelerator's memory limit. One step may fill this share
 # of the context.

@@ -29,7 +29,7 @@ from localllm.planner.decode_cost import (
     Hardware,
     Powers,
     all_attention_flops,
-    lag,
+    clock_power,
 )
 from localllm.planner.kernel_facts import facts as kernel_facts
 from localllm.planner.types import DEFAULT_BATCH
@@ -56,15 +56,15 @@ def activation_bytes(model: Model) -> float:
 
 
 def _layer_elements(model: Model, layer: Layer) -> int:
-    x = model.experts
+    experts = model.experts
     width = 0
     if layer.has_dense:
         width += layer.intermediate or model.intermediate_size
-    if x is not None and layer.has_experts:
-        width += x.n_active * x.intermediate
-        width += x.n_shared * (x.shared_intermediate or x.intermediate)
-    heads = layer.mixer.output_width(model.n_heads)
-    return _HIDDEN_PASSES * model.hidden_size + _HEAD_PASSES * heads + _FFN_PASSES * width
+    if experts is not None and layer.has_experts:
+        width += experts.n_active * experts.intermediate
+        width += experts.n_shared * (experts.shared_intermediate or experts.intermediate)
+    heads_width = layer.mixer.output_width(model.n_heads)
+    return _HIDDEN_PASSES * model.hidden_size + _HEAD_PASSES * heads_width + _FFN_PASSES * width
 
 
 class PrefillTerms(NamedTuple):
@@ -98,31 +98,35 @@ def prefill_parts(
     bandwidth = hardware.bandwidth_gbps * 1e9
     units = hardware.tflops * 1e12
     read = streamed(model, variant)
-    known = facts(model)
+    counts = facts(model)
     batch = max(1, min(prompt_tokens, n_batch))
-    after, before = masked or kernels.masked_share(hardware.keys, batch)
-    computed = mean_context(prompt_tokens, depth, batch * after)
-    attention_flops = all_attention_flops(model, computed, tokens_outside=batch * before)
-    scan_flops = _SCAN_FLOPS_A_BYTE * known.recurrent_state_bytes
+    later_share, outside_share = masked or kernels.masked_share(hardware.keys, batch)
+    computed_tokens = mean_context(prompt_tokens, depth, batch * later_share)
+    attention_flops = all_attention_flops(
+        model, computed_tokens, tokens_outside=batch * outside_share
+    )
+    scan_flops = _SCAN_FLOPS_A_BYTE * counts.recurrent_state_bytes
     context = mean_context(prompt_tokens, depth, batch)
-    moved = _moved_bytes(model, hardware, context)
+    moved_activation_bytes = _moved_bytes(model, hardware, context)
     masked_tokens = 0.0
     if kernel_facts(hardware.keys).reads_mask:
         masked_tokens = context
-    wait: Powers = (("clock", lag(hardware.clock_ghz)),)
+    launch_powers: Powers = (("clock", clock_power(hardware.clock_ghz)),)
     weights_s = read.step_bytes(model, batch) / bandwidth / batch
-    recurrent = known.n_recurrent_layers / batch
+    recurrent_layers = counts.n_recurrent_layers / batch
     parts = _matrix_parts(model, variant, hardware, batch)
     parts["attention"] = CostTerm(
         attention_flops / _attention_flops_s(hardware), (("attention", -1),)
     )
     parts["scan"] = CostTerm(scan_flops / units, (("scan", -1),))
-    parts["activations"] = CostTerm(moved / bandwidth, (("activations", -1),))
+    parts["activations"] = CostTerm(moved_activation_bytes / bandwidth, (("activations", -1),))
     parts["weights"] = CostTerm(weights_s, (("eta", -1),))
-    parts["step"] = CostTerm(1 / batch, (("step_s", 1), *wait))
-    parts["layers"] = CostTerm(known.n_layers / batch, (("layer_s", 1), *wait))
-    parts["experts"] = CostTerm(known.n_expert_layers / batch, (("expert_layer_s", 1), *wait))
-    parts["recurrent"] = CostTerm(recurrent, (("recurrent_layer_s", 1), *wait))
+    parts["step"] = CostTerm(1 / batch, (("step_s", 1), *launch_powers))
+    parts["layers"] = CostTerm(counts.n_layers / batch, (("layer_s", 1), *launch_powers))
+    parts["experts"] = CostTerm(
+        counts.n_expert_layers / batch, (("expert_layer_s", 1), *launch_powers)
+    )
+    parts["recurrent"] = CostTerm(recurrent_layers, (("recurrent_layer_s", 1), *launch_powers))
     parts["mask"] = CostTerm(masked_tokens, (("mask_s", 1),))
     return parts
 
@@ -147,13 +151,13 @@ def _matrix_parts(
         if model.experts is not None:
             powers = (*powers, ("moe", 1))
     matmul = CostTerm(2 * matrix_params(model, variant) / flops_s, powers)
-    rows = _tile_rows(model, hardware, batch)
-    if not rows:
+    tile_rows = _tile_rows(model, hardware, batch)
+    if not tile_rows:
         powers = (*powers, ("tile", 1))
     padding_s = 0.0
     if model.experts is not None and hardware.engine != "cpu":
-        touched = streamed(model, variant).step_routed_params(model, batch)
-        padding_s = 2 * (rows or 1.0) * touched / batch / flops_s
+        touched_params = streamed(model, variant).step_routed_params(model, batch)
+        padding_s = 2 * (tile_rows or 1.0) * touched_params / batch / flops_s
     return {"matmul": matmul, "padding": CostTerm(padding_s, powers)}
 
 
@@ -175,13 +179,13 @@ def expert_tokens(model: Model, batch: int) -> float:
 
 def _moved_bytes(model: Model, hardware: Hardware, context: float) -> float:
     """Return the bytes of activations for one token, and of scores without a fused kernel."""
-    moved = 0.0
+    n_bytes = 0.0
     if hardware.engine != "cpu":
-        moved = activation_bytes(model)
+        n_bytes = activation_bytes(model)
     fused_heads = registry.declared(hardware.engine).fused_heads
     if fused_heads:
-        moved += moved_bytes(model, context, fused_heads)
-    return moved
+        n_bytes += moved_bytes(model, context, fused_heads)
+    return n_bytes
 
 
 @lru_cache(4096)
@@ -199,20 +203,20 @@ def prefill_terms(
 
     The result is cached and shared, so callers must not change it.
     """
-    c = efficiency.coefficients("prefill", hardware.keys_for(variant))
+    coefficients = efficiency.coefficients("prefill", hardware.keys_for(variant))
     parts = prefill_parts(
         model, variant, hardware, prompt_tokens=prompt_tokens, depth=depth, n_batch=n_batch
     )
-    s = {name: part.seconds(c) for name, part in parts.items()}
+    seconds = {name: part.seconds(coefficients) for name, part in parts.items()}
     # Weights are read while the previous matrices are multiplied, so they may add less than their
     # read time (η above 1). But a step ends only after all of them are delivered.
     delivered_s = parts["weights"].value / PEAK_SHARE
-    others_s = sum(s.values()) - s["weights"]
-    s["weights"] = max(s["weights"], delivered_s - others_s)
-    s["matmul"] += s.pop("padding")
-    s["layers"] += s.pop("experts") + s.pop("recurrent") + s.pop("step")
+    others_s = sum(seconds.values()) - seconds["weights"]
+    seconds["weights"] = max(seconds["weights"], delivered_s - others_s)
+    seconds["matmul"] += seconds.pop("padding")
+    seconds["layers"] += seconds.pop("experts") + seconds.pop("recurrent") + seconds.pop("step")
     return PrefillTerms(
-        seconds=s,
+        seconds=seconds,
         attention_flops=parts["attention"].value * _attention_flops_s(hardware),
     )
 

@@ -46,7 +46,7 @@ _OTHER_VERSION_SPREAD = 4.0
 # catalog, November 2026.
 _LIVE_CODE = (0.461, -8.7, 5.0)  # r 0.85, n 5
 _HUMAN_EVAL = (0.716, -54.91, 7.0)  # r 0.82, n 7
-_ONTO_INDEX: dict[str, tuple[float, float, float]] = {
+_INDEX_LINES: dict[str, tuple[float, float, float]] = {
     _INDEX: (1.0, 0.0, 1.5),
     "Artificial Analysis scale, estimated": (1.0, 0.0, 4.0),
     "LMArena text": (0.118, -144.59, 4.0),  # r 0.83, n 13
@@ -61,7 +61,7 @@ _ONTO_INDEX: dict[str, tuple[float, float, float]] = {
 # index over the models that have both. The deviation states how far a result is trusted for coding.
 # SWE-bench Pro (two models of the catalog) and Terminal-Bench 2.1 (one) have too few models for a
 # line.
-_CODING_ONTO_INDEX: dict[str, tuple[float, float, float]] = {
+_CODING_LINES: dict[str, tuple[float, float, float]] = {
     "SWE-bench Verified": (0.28, 5.8, 2.0),  # n 10
     "Terminal-Bench 2.0": (0.28, 13.5, 3.5),  # through SWE-bench Verified, n 3
     "Aider polyglot pass@2": (0.40, 3.2, 4.0),  # r 0.59, n 4
@@ -75,21 +75,21 @@ _GENERAL_FOR_CODING = 3.0
 # without. These lines are not fitted, since the index does not cover the skill. They map one table
 # of ten models (arXiv 2409.12186) onto the scale. Its best model gets about the points of the best
 # coders of that age, and both benchmarks have the same mean.
-_FIM_ONTO_INDEX: dict[str, tuple[float, float, float]] = {
+_FIM_LINES: dict[str, tuple[float, float, float]] = {
     "CrossCodeEval EM": (0.3, -4.0, 2.0),
     "HumanEval-FIM EM": (1.3, -102.5, 3.0),
 }
-# Lines onto the index for these purposes; other purposes use `_ONTO_INDEX`.
-_LINES: dict[str, dict[str, tuple[float, float, float]]] = {
-    "autocomplete": _FIM_ONTO_INDEX,
+# Lines onto the index for these purposes; other purposes use `_INDEX_LINES`.
+_LINES_BY_PURPOSE: dict[str, dict[str, tuple[float, float, float]]] = {
+    "autocomplete": _FIM_LINES,
     "coding": {
-        **{name: (a, b, s * _GENERAL_FOR_CODING) for name, (a, b, s) in _ONTO_INDEX.items()},
-        **_CODING_ONTO_INDEX,
+        **{name: (a, b, s * _GENERAL_FOR_CODING) for name, (a, b, s) in _INDEX_LINES.items()},
+        **_CODING_LINES,
     },
 }
 # Standard deviation of a maker's score for its own model, as a multiple of that of others' scores.
 # The maker chose benchmark, harness and settings.
-_SELF_REPORTED = 2.0
+_SELF_REPORTED_FACTOR = 2.0
 _SIZE_AND_DATE = "size and date"
 # points = a + b·log10(total billions) + c·log10(active billions) + d·years since 2024. Least
 # squares over the 42 rated models of the catalog; the residual is 4.7 points.
@@ -104,48 +104,48 @@ _DATE = re.compile(r"(\d{4})(?:-(\d\d))?")
 @lru_cache(4096)
 def rate(model: Model, purpose: Purpose = "chat") -> Rating:
     """Return the precision-weighted mean of all evidence on `model`'s quality for `purpose`."""
-    known = _evidence(model, purpose)
-    prior = 1 / _PRIOR_SPREAD**2
-    if purpose == "autocomplete" and any(s.benchmark in _FIM_ONTO_INDEX for s in model.quality):
+    evidence = _evidence(model, purpose)
+    prior_precision = 1 / _PRIOR_SPREAD**2
+    if purpose == "autocomplete" and any(score.benchmark in _FIM_LINES for score in model.quality):
         # Size and date predict it poorly: models of 3 billion weights fill in 10 % or 45 %
         # correctly.
-        prior = 0.0
-    total = prior * _prior(model)
-    weight = prior
-    for points, spread, _ in known:
+        prior_precision = 0.0
+    weighted_points = prior_precision * _prior_points(model)
+    total_precision = prior_precision
+    for points, spread, _ in evidence:
         precision = 1 / spread**2
-        total += points * precision
-        weight += precision
+        weighted_points += points * precision
+        total_precision += precision
     rating = Rating(
-        total / weight,
-        math.sqrt(1 / weight),
+        weighted_points / total_precision,
+        math.sqrt(1 / total_precision),
         _SIZE_AND_DATE,
-        is_evidence=any(score.kind != "estimate" for _, _, score in known),
-        makers_own=all(_is_makers_own(score) for _, _, score in known),
+        is_evidence=any(score.kind != "estimate" for _, _, score in evidence),
+        makers_own=all(_is_makers_own(score) for _, _, score in evidence),
     )
-    if not known:
+    if not evidence:
         return replace(rating, makers_own=False)
-    _, _, best = min(known, key=itemgetter(1))
+    _, _, best = min(evidence, key=itemgetter(1))
     version = ", an older version" if _is_older(best) else ""
     return replace(rating, basis=f"{best.benchmark} {best.score:g} ({best.date}{version})")
 
 
 def _evidence(model: Model, purpose: Purpose) -> list[tuple[float, float, Quality]]:
     """Return (points, their standard deviation, the score) for each benchmark score that counts."""
-    lines = _LINES.get(purpose, _ONTO_INDEX)
-    counted = [score for score in model.quality if score.benchmark in lines]
+    lines = _LINES_BY_PURPOSE.get(purpose, _INDEX_LINES)
+    counted_scores = [score for score in model.quality if score.benchmark in lines]
     if any(score.benchmark == _INDEX and not _is_older(score) for score in model.quality):
-        counted = [score for score in counted if not _is_older(score)]
-    found = []
-    for score in counted:
+        counted_scores = [score for score in counted_scores if not _is_older(score)]
+    evidence = []
+    for score in counted_scores:
         slope, intercept, spread = lines[score.benchmark]
         # An older or self-reported score is less certain than its benchmark usually is.
         if _is_older(score):
             spread *= _OTHER_VERSION_SPREAD / 1.5
         if _is_makers_own(score):
-            spread *= _SELF_REPORTED
-        found.append((slope * score.score + intercept, spread, score))
-    return found
+            spread *= _SELF_REPORTED_FACTOR
+        evidence.append((slope * score.score + intercept, spread, score))
+    return evidence
 
 
 def _is_older(score: Quality) -> bool:
@@ -157,10 +157,10 @@ def _is_makers_own(score: Quality) -> bool:
 
     The table of ten models does not count as such: one of their makers measured all of them alike.
     """
-    return score.kind == "self-reported" and score.benchmark not in _FIM_ONTO_INDEX
+    return score.kind == "self-reported" and score.benchmark not in _FIM_LINES
 
 
-def _prior(model: Model) -> float:
+def _prior_points(model: Model) -> float:
     a, b, c, d = _PRIOR
     year, month = _UNDATED
     date = _DATE.match(model.release_date)
@@ -182,7 +182,7 @@ _POINTS_PER_LN_PPL = 20.0
 # Points lost to formats that only models trained in them use. Qwen3.6 27B keeps 89.5 and 95 % of
 # its mean over 15 benchmarks, by its maker's figures (https://huggingface.co/prism-ml, Bonsai 27B).
 # The base is about 30 points.
-_TRAINED_ON = {"Q1_0": 3.2, "Q2_0": 1.5}
+_TRAINED_FORMAT_COST = {"Q1_0": 3.2, "Q2_0": 1.5}
 
 
 @lru_cache(4096)
@@ -191,22 +191,22 @@ def format_cost(model: Model, variant: Variant) -> float:
     more from the same format."""
     if variant.measured_ln_ratio is not None:
         return min(15.0, max(0.0, variant.measured_ln_ratio) * _POINTS_PER_LN_PPL)
-    if variant.quant in _TRAINED_ON:
-        return _TRAINED_ON[variant.quant]
+    if variant.quant in _TRAINED_FORMAT_COST:
+        return _TRAINED_FORMAT_COST[variant.quant]
     # trained or released in this format
     if variant.quant in ("BF16", "F16", "F32", "bf16", "MXFP4", "MXFP4-Q8"):
         return 0.0
-    small = max(1.0, math.pow(8e9 / max(model.params_total, 10**8), 0.35))
-    return min(15.0, _ln_ppl_ratio(model, variant) * _POINTS_PER_LN_PPL * small)
+    small_model_factor = max(1.0, math.pow(8e9 / max(model.params_total, 10**8), 0.35))
+    return min(15.0, _ln_ppl_ratio(model, variant) * _POINTS_PER_LN_PPL * small_model_factor)
 
 
 def _ln_ppl_ratio(model: Model, variant: Variant) -> float:
     """Return ln (PPL / PPL of f16) of the format: published, else from its bits a weight."""
-    mix = quants.MIXTURES.get(variant.quant)
-    if mix is not None and mix.ln_ppl_ratio is not None:
-        return mix.ln_ppl_ratio
-    if mix is not None and mix.ppl_delta is not None:
-        return math.log(1 + mix.ppl_delta / quants.LLAMA_3_PPL)
+    mixture = quants.MIXTURES.get(variant.quant)
+    if mixture is not None and mixture.ln_ppl_ratio is not None:
+        return mixture.ln_ppl_ratio
+    if mixture is not None and mixture.ppl_delta is not None:
+        return math.log(1 + mixture.ppl_delta / quants.LLAMA_3_PPL)
     # ln of the published ratios falls by 1.22 a bit: 0.343 at 2.93 bits, 0.092 at 3.99, 0.031 at
     # 4.89.
     return math.exp(-3.47 - 1.22 * (bits(model, variant) - 4.89))
@@ -221,9 +221,9 @@ def format_basis(variant: Variant) -> str:
 
 def bits(model: Model, variant: Variant) -> float:
     """Return the bits a weight of this format, or of these files if the format is unknown."""
-    mix = quants.MIXTURES.get(variant.quant)
-    if mix is not None:
-        return float(mix.file_bits)
+    mixture = quants.MIXTURES.get(variant.quant)
+    if mixture is not None:
+        return float(mixture.file_bits)
     return 8 * variant.file_bytes / max(1, model.params_total)
 
 
@@ -248,8 +248,8 @@ def kv_cost(kv_type: str) -> float:
 
 # Largest harmless values of mean KL(f16 || type) in nats, and of the share of changed top tokens.
 # _EXACT_LOSS is for tool calls and code, _CHAT_LOSS for chat.
-_EXACT_LOSS = (0.01, 0.05)
-_CHAT_LOSS = (0.05, 0.1)
+_EXACT_LIMITS = (0.01, 0.05)
+_CHAT_LIMITS = (0.05, 0.1)
 _EXACT_PURPOSES: tuple[Purpose, ...] = ("coding", "autocomplete")
 # In the order of their bytes, f16 first. All CPU builds have a kernel for mixed pairs. For CUDA it
 # is a build option. Most types exist only in MLX.
@@ -284,9 +284,9 @@ def ladder(purpose: Purpose, evidence: tuple[KvPrecision, ...], *, mixed: bool) 
 def _is_precise_enough(kv_type: str, purpose: Purpose, evidence: Sequence[KvPrecision]) -> bool:
     if kv_type == "f16":
         return True
-    for known in evidence:
-        if known.kv_type == kv_type:
-            return passes(known, purpose)
+    for measured in evidence:
+        if measured.kv_type == kv_type:
+            return passes(measured, purpose)
     if kv_type == "q8_0":
         return True
     return purpose not in _EXACT_PURPOSES and kv_type == "q4_0"
@@ -294,19 +294,17 @@ def _is_precise_enough(kv_type: str, purpose: Purpose, evidence: Sequence[KvPrec
 
 def passes(evidence: KvPrecision, purpose: Purpose) -> bool:
     """Return whether the measured loss is harmless for `purpose`."""
-    most_kl, most_flips = _EXACT_LOSS if purpose in _EXACT_PURPOSES else _CHAT_LOSS
-    return evidence.mean_kl <= most_kl and evidence.flips <= most_flips
+    max_kl, max_flips = _EXACT_LIMITS if purpose in _EXACT_PURPOSES else _CHAT_LIMITS
+    return evidence.mean_kl <= max_kl and evidence.flips <= max_flips
 
 
 def why(kv_type: str, purpose: Purpose, evidence: Sequence[KvPrecision]) -> str:
     """Return the reason for choosing `kv_type`, in a few words."""
     if kv_type in ("f16", "bf16", "f32"):
         return "exact"
-    for known in evidence:
-        if known.kv_type == kv_type:
-            verdict = "harmless" if passes(known, purpose) else "harmful"
-            distance = (
-                f"{known.mean_kl:.4f} nats from f16, {known.flips:.1%} of the top tokens changed"
-            )
-            return f"{distance} here: {verdict} for {purpose}"
+    for measured in evidence:
+        if measured.kv_type == kv_type:
+            verdict = "harmless" if passes(measured, purpose) else "harmful"
+            distance_text = f"{measured.mean_kl:.4f} nats from f16, {measured.flips:.1%} of the top tokens changed"
+            return f"{distance_text} here: {verdict} for {purpose}"
     return "not measured on this model yet"

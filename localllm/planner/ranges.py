@@ -90,10 +90,10 @@ def bounds(
     The latter are those of a short context, and of the same part if it were measured. A machine of
     an unmeasured family has the strata of its engine. They do not depend on the evidence.
     """
-    found = [strata(known, hardware_keys, kind, tokens) for tokens in (depth, 0)]
+    strata_of_bounds = [strata(known, hardware_keys, kind, tokens) for tokens in (depth, 0)]
     if known == UNSEEN_PART:
-        found += [strata(SEEN, hardware_keys, kind, tokens) for tokens in (depth, 0)]
-    return found
+        strata_of_bounds += [strata(SEEN, hardware_keys, kind, tokens) for tokens in (depth, 0)]
+    return strata_of_bounds
 
 
 def width_of(

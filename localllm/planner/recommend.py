@@ -150,7 +150,7 @@ def recommend(
     for plan, reason in left:
         rejected.append(_not_shown(device, plan, reason, workload, overrides))
     rejected.sort(key=lambda r: (-quality.rate(r.model, workload.purpose).points, r.model.id))
-    picks = explanations.explained(shown, need)
+    picks = explanations.with_reasons(shown, need)
     if detailed:
         picks = [detailed_plan(device, plan, everything, workload, overrides) for plan in picks]
     return Recommendation(tuple(picks), tuple(rejected), workload)
@@ -200,9 +200,7 @@ def _not_shown(
             device, plan.model, usual, workload, overrides=overrides, rough=True
         )
         if typical_plan.fits == "no":
-            reason = (
-                f"{explanations.does_not_fit(typical_plan, device)}; {plan.variant.quant} would fit"
-            )
+            reason = f"{explanations.does_not_fit_text(typical_plan, device)}; {plan.variant.quant} would fit"
             return Rejected(plan.model, usual, reason, "memory")
     return Rejected(plan.model, plan.variant, reason, "ranking")
 
@@ -225,9 +223,9 @@ def detailed_plan(
         f"up to {longest:,} tokens of context fit; each further 1,024 tokens cost {more}"
     ]
     predicted = speed.decode(device, plan.model, plan.variant, plan.settings)
-    reasons.append(explanations.on_disk(plan, predicted.value))
+    reasons.append(explanations.disk_note(plan, predicted.value))
     if "measured" not in plan.decode_tok_s.basis:
-        reasons.append(efficiency.limit_of(device))
+        reasons.append(efficiency.power_limit_note(device))
     reasons.append(scoring.sentence(plan, scoring.need_of(workload)))
     other = _other_engine(device, plan, workload, overrides)
     if other is not None:
@@ -357,9 +355,11 @@ def _best_of(
         fitting = fitting or plans
     if fitting:
         quickest = max(fitting, key=attrgetter("stream_tok_s", "variant.quant"))
-        return Rejected(model, quickest.variant, explanations.is_too_slow(quickest, need), "speed")
+        return Rejected(
+            model, quickest.variant, explanations.too_slow_text(quickest, need), "speed"
+        )
     shown = typical(variants)
-    return Rejected(model, shown, explanations.does_not_fit(rough(shown), device), "memory")
+    return Rejected(model, shown, explanations.does_not_fit_text(rough(shown), device), "memory")
 
 
 def _by_class(model: Model, variants: Sequence[Variant]) -> Iterator[list[Variant]]:
@@ -427,7 +427,7 @@ def variants_of(
     plans = []
     for variant in _candidates(device, model, overrides):
         plan = plan_for(device, model, variant, workload, overrides=overrides)
-        reason = explanations.of_variant(plan, device, need)
+        reason = explanations.variant_verdict(plan, device, need)
         plan = plan._replace(max_ctx=max_context(device, plan), why=reason)
         if untrained:
             plan = plan._replace(fits="no", why=untrained)

@@ -50,14 +50,14 @@ def of(device: Device, plans: Sequence[Plan]) -> Roofline:
         gb_per_token = streamed(plan.model, plan.variant).total_bytes / 1e9
         name = f"{plan.model.name} {plan.variant.quant}"
         points.append((gb_per_token, plan.decode_tok_s.value, name))
-    xs = [x for x, _, _ in points] or [1.0]
-    ys = [y for _, y, _ in points] + [bandwidth / x for x in xs]
+    gb_values = [x for x, _, _ in points] or [1.0]
+    tok_s_values = [y for _, y, _ in points] + [bandwidth / x for x in gb_values]
     return Roofline(
         title=f"Decode roofline of {device.name}",
         note=f"memory {bandwidth:,.0f} GB/s ({basis}); nominal FP16 {tflops:,.1f} TFLOP/s",
         bandwidth_gbps=bandwidth,
-        x_decades=_decades(min(xs) * 0.9, max(xs) * 1.1),
-        y_decades=_decades(max(min(ys), 0.01), max(ys)),
+        x_decades=_decades(min(gb_values) * 0.9, max(gb_values) * 1.1),
+        y_decades=_decades(max(min(tok_s_values), 0.01), max(tok_s_values)),
         points=tuple(points),
     )
 
@@ -114,8 +114,8 @@ def _grid(picture: Roofline, columns: int, rows: int) -> list[list[str]]:
 
 
 # Width, height and margins (left, top, right, bottom) of the picture, in pixels.
-_W = 880
-_H = 560
+_WIDTH_PX = 880
+_HEIGHT_PX = 560
 _LEFT = 70
 _TOP = 60
 _RIGHT = 30
@@ -123,10 +123,10 @@ _BOTTOM = 60
 _LABEL_GAP = 13.0
 
 
-def _place(picture: Roofline, x: float, y: float) -> tuple[float, float]:
+def _pixel(picture: Roofline, x: float, y: float) -> tuple[float, float]:
     """Return the pixel of a point in data coordinates."""
     right, down = picture.at(x, y)
-    return _LEFT + right * (_W - _LEFT - _RIGHT), _TOP + down * (_H - _TOP - _BOTTOM)
+    return _LEFT + right * (_WIDTH_PX - _LEFT - _RIGHT), _TOP + down * (_HEIGHT_PX - _TOP - _BOTTOM)
 
 
 def _text(x: float, y: float, content: str, more: str = "") -> str:
@@ -146,36 +146,40 @@ def _line(
 
 def svg(picture: Roofline) -> str:
     """Return the picture as a standalone SVG document."""
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_W}" height="{_H}" '
-        f'viewBox="0 0 {_W} {_H}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{_W}" height="{_H}" fill="white"/>',
+    elements = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH_PX}" height="{_HEIGHT_PX}" '
+        f'viewBox="0 0 {_WIDTH_PX} {_HEIGHT_PX}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH_PX}" height="{_HEIGHT_PX}" fill="white"/>',
         _text(_LEFT, 24, picture.title, 'font-size="16"'),
         _text(_LEFT, 44, picture.note, 'fill="#555"'),
-        _text(_W / 2, _H - 16, "GB of weights read per token", 'text-anchor="middle"'),
+        _text(
+            _WIDTH_PX / 2, _HEIGHT_PX - 16, "GB of weights read per token", 'text-anchor="middle"'
+        ),
         _text(16, _TOP - 8, "tok/s"),
     ]
     x0, x1 = picture.x_decades
     y0, y1 = picture.y_decades
     for decade in range(x0, x1 + 1):
-        x, _ = _place(picture, 10.0**decade, 10.0**y0)
-        out.append(_line((x, _TOP), (x, _H - _BOTTOM), "#ddd"))
-        out.append(_text(x, _H - _BOTTOM + 18, f"{10.0**decade:g}", 'text-anchor="middle"'))
+        x, _ = _pixel(picture, 10.0**decade, 10.0**y0)
+        elements.append(_line((x, _TOP), (x, _HEIGHT_PX - _BOTTOM), "#ddd"))
+        elements.append(
+            _text(x, _HEIGHT_PX - _BOTTOM + 18, f"{10.0**decade:g}", 'text-anchor="middle"')
+        )
     for decade in range(y0, y1 + 1):
-        _, y = _place(picture, 10.0**x0, 10.0**decade)
-        out.append(_line((_LEFT, y), (_W - _RIGHT, y), "#ddd"))
-        out.append(_text(_LEFT - 8, y + 4, f"{10.0**decade:g}", 'text-anchor="end"'))
+        _, y = _pixel(picture, 10.0**x0, 10.0**decade)
+        elements.append(_line((_LEFT, y), (_WIDTH_PX - _RIGHT, y), "#ddd"))
+        elements.append(_text(_LEFT - 8, y + 4, f"{10.0**decade:g}", 'text-anchor="end"'))
     bandwidth = picture.bandwidth_gbps
     first = max(10.0**x0, bandwidth / 10.0**y1)
     last = min(10.0**x1, bandwidth / 10.0**y0)
-    start = _place(picture, first, bandwidth / first)
-    end = _place(picture, last, bandwidth / last)
-    out.append(_line(start, end, "#c0392b", stroke_width=2))
-    spots = [(*_place(picture, x, y), label) for x, y, label in picture.points]
-    spots.sort(key=itemgetter(1, 0))
-    below = -math.inf
-    for x, y, label in spots:
-        below = max(y, below + _LABEL_GAP)  # labels must not overlap
-        out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#2c5f8a"/>')
-        out.append(_text(x + 9, below + 4, label))
-    return "\n".join([*out, "</svg>"]) + "\n"
+    start = _pixel(picture, first, bandwidth / first)
+    end = _pixel(picture, last, bandwidth / last)
+    elements.append(_line(start, end, "#c0392b", stroke_width=2))
+    labelled_points = [(*_pixel(picture, x, y), label) for x, y, label in picture.points]
+    labelled_points.sort(key=itemgetter(1, 0))
+    next_y = -math.inf
+    for x, y, label in labelled_points:
+        next_y = max(y, next_y + _LABEL_GAP)  # labels must not overlap
+        elements.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#2c5f8a"/>')
+        elements.append(_text(x + 9, next_y + 4, label))
+    return "\n".join([*elements, "</svg>"]) + "\n"

@@ -47,11 +47,11 @@ def choose(
         if reason:
             left.append((plan, reason))
             continue
-        outdone = [p for p in shown if matches(plan, p, exactly=True)]
-        left += [(p, _matched_by(plan)) for p in outdone]
-        place = shown.index(outdone[0]) if outdone else len(shown)
-        shown.insert(place, plan)
-        shown = [p for p in shown if p not in outdone]
+        matched = [other for other in shown if matches(plan, other, exactly=True)]
+        left += [(other, _matched_by(plan)) for other in matched]
+        position = shown.index(matched[0]) if matched else len(shown)
+        shown.insert(position, plan)
+        shown = [other for other in shown if other not in matched]
     return shown, left
 
 
@@ -63,8 +63,8 @@ def _not_shown(plan: Plan, shown: Sequence[Plan], limit: int) -> str:
     for other in shown:
         if is_version_of(other.model, plan.model):
             return f"fits; {other.model.name}, of the same family and size, ranks above it"
-    line = line_of(plan.model.family)
-    of_family = sum(line_of(p.model.family) == line for p in shown)
+    line = family_line(plan.model.family)
+    of_family = sum(family_line(p.model.family) == line for p in shown)
     if len(shown) == limit or of_family == _PER_FAMILY:
         return "fits, and ranks below the ones shown"
     return ""
@@ -74,7 +74,7 @@ def _matched_by(plan: Plan) -> str:
     return f"fits, and {plan.model.name} is at least as good, as fast and as small"
 
 
-def line_of(family: str) -> str:
+def family_line(family: str) -> str:
     """Return the family without its version. qwen3.5, qwen3.6 and qwen3.8 belong to one line;
     qwen3-coder and qwen2.5-coder belong to another."""
     return _VERSION.sub("", family)
@@ -83,7 +83,7 @@ def line_of(family: str) -> str:
 def is_version_of(one: Model, other: Model) -> bool:
     """Return whether two models have the same line and about the same size, such as Qwen3.6-27B and
     Qwen3.8-27B."""
-    if line_of(one.family) != line_of(other.family):
+    if family_line(one.family) != family_line(other.family):
         return False
     sizes = ((one.params_total, other.params_total), (one.params_active, other.params_active))
     return all(max(pair) <= _SAME_SIZE * min(pair) for pair in sizes)
@@ -98,11 +98,11 @@ def at_least_older_scores(plans: Sequence[Plan]) -> list[Plan]:
     alike: dict[object, list[Plan]] = defaultdict(list)
     for plan in plans:
         alike[_shape(plan.model)].append(plan)
-    found = []
+    raised = []
     for plan in plans:
         replaced = [p.score for p in alike[_shape(plan.model)] if _replaces(plan, p)]
-        found.append(_with_score(plan, max([plan.score, *replaced])))
-    return found
+        raised.append(_with_score(plan, max([plan.score, *replaced])))
+    return raised
 
 
 # Points that a larger model of a family may lack against a smaller one and still count as much.
@@ -119,13 +119,13 @@ def at_least_smaller_siblings(plans: Sequence[Plan], good_tok_s: float) -> list[
     families: dict[str, list[Plan]] = defaultdict(list)
     for plan in plans:
         families[plan.model.family].append(plan)
-    found = []
+    raised = []
     for plan in plans:
         family = families[plan.model.family]
         smaller = [p.score for p in family if _outgrows(plan, p, good_tok_s)]
-        near = [score for score in smaller if score <= plan.score + _SIBLING_POINTS]
-        found.append(_with_score(plan, max([plan.score, *near])))
-    return found
+        near_scores = [score for score in smaller if score <= plan.score + _SIBLING_POINTS]
+        raised.append(_with_score(plan, max([plan.score, *near_scores])))
+    return raised
 
 
 def _with_score(plan: Plan, score: float) -> Plan:
@@ -156,7 +156,7 @@ def _replaces(new: Plan, old: Plan) -> bool:
 
 @lru_cache(4096)
 def _shape(model: Model) -> tuple[object, ...]:
-    line = line_of(model.family)
+    line = family_line(model.family)
     return line, model.params_total, model.params_active, model.reasoning_kind != "none"
 
 
@@ -218,18 +218,18 @@ def compare(device: Device, plan: Plan, other: Plan) -> str:
     plan_tok_s = plan.decode_tok_s.value
     other_tok_s = other.decode_tok_s.value
     ratio = other_tok_s / plan_tok_s
-    named = f"{backend_of(other.variant).label} ({other.variant.quant})"
+    other_text = f"{backend_of(other.variant).label} ({other.variant.quant})"
     plan_text = f"{plan_tok_s:.3g} tok/s of {backend_of(plan.variant).label} ({plan.variant.quant})"
     if 1 / _MIN_NOTED_RATIO < ratio < _MIN_NOTED_RATIO:
-        head = f"{named} is predicted as fast as the {plan_text}"
+        comparison = f"{other_text} is predicted as fast as the {plan_text}"
     elif ratio > 1:
-        head = f"{named} is predicted faster: {other_tok_s:.3g} against the {plan_text}"
+        comparison = f"{other_text} is predicted faster: {other_tok_s:.3g} against the {plan_text}"
     else:
-        head = f"{named} is predicted slower: {other_tok_s:.3g} against the {plan_text}"
+        comparison = f"{other_text} is predicted slower: {other_tok_s:.3g} against the {plan_text}"
     other_bytes, other_share, other_s = _parts(device, other)
     plan_bytes, plan_share, plan_s = _parts(device, plan)
     return (
-        f"{head}; a token reads {other_bytes / 1e9:.3g} against {plan_bytes / 1e9:.3g} GB at "
+        f"{comparison}; a token reads {other_bytes / 1e9:.3g} against {plan_bytes / 1e9:.3g} GB at "
         f"{other_share:.0%} against {plan_share:.0%} of the bandwidth, "
         f"and costs {other_s * 1e3:.1f} against {plan_s * 1e3:.1f} ms besides"
     )

@@ -28,10 +28,10 @@ from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
 
 ASSUMED_DISK_BYTES_S = 1.5e9
-_Z = 1.28  # 10th to 90th percentile
+_Z90 = 1.28  # 10th to 90th percentile
 # How far figures on one machine differ from each other, and how far a model differs from the
 # prediction by other models' figures (ln). A model's own figure is taken as it is.
-_RUN_NOISE = 0.05
+_OTHER_NOISE = 0.05
 _OWN_NOISE = 0.01
 _MODEL_SPREAD = 0.10
 # Files of one quant whose sizes differ by less are the same file.
@@ -72,12 +72,12 @@ class Measured:
     @property
     def decoded(self) -> tuple[tuple[int, float], ...]:
         """(depth, tokens/s) of each decode figure."""
-        figures = []
+        rates = []
         if self.short_tok_s > 0:
-            figures.append((self.short_depth, self.short_tok_s))
+            rates.append((self.short_depth, self.short_tok_s))
         if self.decode_tok_s > 0:
-            figures.append((self.depth, self.decode_tok_s))
-        return tuple(figures)
+            rates.append((self.depth, self.decode_tok_s))
+        return tuple(rates)
 
 
 def decode_bound(
@@ -91,18 +91,18 @@ def decode_bound(
 
 @lru_cache(4096)
 def _basis(
-    cost_model: str, hardware: decode_cost.Hardware, kind: str, *, depth: int, known: str = ""
+    cost_model: str, hardware: decode_cost.Hardware, kind: str, *, depth: int, evidence: str = ""
 ) -> tuple[str, float]:
     """Return the basis of a prediction by that cost model for "MoE" or "dense" models, and its
-    standard deviation in ln. `known` replaces the table's evidence about the machine."""
+    standard deviation in ln. `evidence` replaces the table's evidence about the machine."""
     table = efficiency.load()[cost_model]
-    known = known or ranges.evidence(table.rows, hardware.keys)
-    width = ranges.width_of(table.width, known, hardware.keys, kind, depth)
-    spread = width / _Z
-    key, n = table.nearest(hardware.keys)
-    if n == 0:
+    evidence = evidence or ranges.evidence(table.rows, hardware.keys)
+    width = ranges.width_of(table.width, evidence, hardware.keys, kind, depth)
+    spread = width / _Z90
+    key, n_rows = table.nearest(hardware.keys)
+    if n_rows == 0:
         return f"formula: no {hardware.engine} measurement of this kind of machine, {kind}", spread
-    return f"table: {key.removeprefix('part:')} × {kind}, n={n}", spread
+    return f"table: {key.removeprefix('part:')} × {kind}, n={n_rows}", spread
 
 
 def _kind(model: Model) -> str:
@@ -110,7 +110,7 @@ def _kind(model: Model) -> str:
 
 
 def _range(value: float, spread: float, basis: str) -> Range:
-    return Range(value, value * math.exp(-_Z * spread), value * math.exp(_Z * spread), basis)
+    return Range(value, value * math.exp(-_Z90 * spread), value * math.exp(_Z90 * spread), basis)
 
 
 def decode(
@@ -133,20 +133,20 @@ def decode(
     """
     step = decode_step(device, model, variant, settings, depth=depth, n_sequences=n_sequences)
     backend = backend_of(variant).name
-    runs = [m for m in measured if m.backend == backend and m.decoded]
-    runs_here = [m for m in runs if not m.source]
+    runs = [run for run in measured if run.backend == backend and run.decoded]
+    runs_here = [run for run in runs if not run.source]
     if not runs_here:
 
         def of_run(m: Measured) -> list[tuple[float, float]]:
             return [
-                (rate, 1 / decode_step(device, model, variant, m.run, depth=at).total_s)
-                for at, rate in m.decoded
+                (rate, 1 / decode_step(device, model, variant, m.run, depth=run_depth).total_s)
+                for run_depth, rate in m.decoded
             ]
 
         predicted = _range(1 / step.total_s, step.spread, step.basis)
-        found = _with_others(predicted, step.spread, _of_file(runs, model, variant), of_run)
+        found = _with_others(predicted, step.spread, _same_file(runs, model, variant), of_run)
         return efficiency.under_lasting_load(device, found)
-    seconds, spread, names = _as_measured(device, model, variant, step, runs_here)
+    seconds, spread, names = _adjusted(device, model, variant, step, runs_here)
     return _range(1 / seconds, spread, f"measured here: {names}")
 
 
@@ -180,7 +180,7 @@ def decode_step(
     depth: int = 0,
     n_sequences: int = 1,
 ) -> DecodeStep:
-    device = layer_bytes.used(device, settings.placement)
+    device = layer_bytes.with_used_cards(device, settings.placement)
     machine = hardware(device, variant, settings)
     terms = partial(
         decode_cost.decode_terms,
@@ -191,8 +191,8 @@ def decode_step(
         n_sequences=n_sequences,
     )
     cards = layer_bytes.weights_of_cards(model, variant, settings.placement, device)
-    on_cards = [(part, terms(hardware=hardware(card, variant, settings))) for card, part in cards]
-    seconds = _of_cards(on_cards)
+    by_card = [(part, terms(hardware=hardware(card, variant, settings))) for card, part in cards]
+    seconds = _mean_of_cards(by_card)
     waits_s = n_sequences * layer_bytes.token_s(model, variant, settings)
     waits_s += (device.n_gpus - 1) * CROSSING_S
     basis, spread = _basis("decode", machine, _kind(model), depth=depth)
@@ -201,10 +201,10 @@ def decode_step(
         spread = 0.5
     rows_s = 0.0
     if n_sequences > 1:
-        _, together = _basis(
-            "batched", machine, _kind(model), depth=depth, known=ranges.UNSEEN_KIND
+        _, batched_spread = _basis(
+            "batched", machine, _kind(model), depth=depth, evidence=ranges.UNSEEN_KIND
         )
-        spread = max(spread, together)
+        spread = max(spread, batched_spread)
         row_s = machine.timed_row_s(model, variant, n_sequences)
         if row_s is None:
             row_s = prefill_cost.prefill_terms(model, variant, machine).seconds["matmul"]
@@ -215,10 +215,10 @@ def decode_step(
         host_bandwidth = device.host_bandwidth_gbps
         on_host = terms(hardware=host).seconds
         for cause, card_s in seconds.items():
-            part: float = getattr(share, layer_bytes.SHARED_AS[cause])
-            seconds[cause] = part * card_s + (1 - part) * on_host[cause]
-        copied_s = n_sequences * model.hidden_size * 4 / _PCIE_BYTES_S
-        waits_s += share.crossings * (CROSSING_S + copied_s)
+            card_share: float = getattr(share, layer_bytes.SHARED_AS[cause])
+            seconds[cause] = card_share * card_s + (1 - card_share) * on_host[cause]
+        copy_s = n_sequences * model.hidden_size * 4 / _PCIE_BYTES_S
+        waits_s += share.crossings * (CROSSING_S + copy_s)
         spread = max(spread, _SPLIT_SPREAD)
         rows_s = 0.0
         known = host_bandwidth.basis if host_bandwidth else "assumed"
@@ -233,7 +233,7 @@ def decode_step(
     return _no_slower_than_in_turn(step, alone, n_sequences)
 
 
-def _of_cards(costs: Sequence[tuple[float, decode_cost.DecodeCost]]) -> dict[str, float]:
+def _mean_of_cards(costs: Sequence[tuple[float, decode_cost.DecodeCost]]) -> dict[str, float]:
     """Return the seconds of a step by cause, given each card's part of the weights and its cost of
     all of them."""
     _, first = costs[0]
@@ -270,21 +270,21 @@ def hardware(device: Device, variant: Variant, settings: RunSettings) -> decode_
 @lru_cache(1024)
 def _host(device: Device) -> decode_cost.Hardware:
     """Return the CPU next to a discrete card, which computes the layers in system memory."""
-    known = device.host_bandwidth_gbps
-    if known is None:
+    bandwidth = device.host_bandwidth_gbps
+    if bandwidth is None:
         gbps = decode_cost.ASSUMED_BANDWIDTH_GBPS
-    elif known.basis == "measured":
-        gbps = known.value
+    elif bandwidth.basis == "measured":
+        gbps = bandwidth.value
     else:
-        gbps = known.value * NOMINAL_SHARE
+        gbps = bandwidth.value * NOMINAL_SHARE
     return decode_cost.Hardware(("cpu",), gbps, _HOST_TFLOPS, device.n_cpu_cores)
 
 
-def _same(m: Measured, model: Model, variant: Variant) -> bool:
-    return m.model.id == model.id and m.variant.quant == variant.quant
+def _is_same(run: Measured, model: Model, variant: Variant) -> bool:
+    return run.model.id == model.id and run.variant.quant == variant.quant
 
 
-def _as_measured(
+def _adjusted(
     device: Device, model: Model, variant: Variant, step: DecodeStep, runs_here: Sequence[Measured]
 ) -> tuple[float, float, str]:
     """Return (seconds, spread, source) of `step`, adjusted by this machine's own runs.
@@ -292,36 +292,37 @@ def _as_measured(
     Each run shows the cost of weights, layers and attention here (`learned`). The part of a
     variant's own figures that this does not explain applies to that variant alone.
     """
-    observed: list[calibration.Observation] = []
-    of_this: list[calibration.Observation] = []
-    for m in runs_here:
-        same = _same(m, model, variant)
-        noise = _OWN_NOISE if same else _RUN_NOISE
-        for depth, rate in m.decoded:
-            parts = decode_step(device, m.model, m.variant, m.run, depth=depth).parts
+    observations: list[calibration.Observation] = []
+    own_runs: list[calibration.Observation] = []
+    for run in runs_here:
+        is_same = _is_same(run, model, variant)
+        noise = _OWN_NOISE if is_same else _OTHER_NOISE
+        for depth, rate in run.decoded:
+            parts = decode_step(device, run.model, run.variant, run.run, depth=depth).parts
             observation = calibration.Observation(parts, 1 / rate, noise)
-            observed.append(observation)
-            if same:
-                of_this.append(observation)
+            observations.append(observation)
+            if is_same:
+                own_runs.append(observation)
     prior = calibration.ACCELERATOR
     if efficiency.engine_of(device, backend_of(variant).name) == "cpu":
         prior = calibration.CPU
-    learnt = calibration.learn(observed, prior)
+    learnt = calibration.learn(observations, prior)
     seconds = learnt.seconds(step.parts)
-    unsure = learnt.uncertainty(step.parts)
-    if of_this:
-        left = [math.log(o.seconds / learnt.seconds(o.parts)) for o in of_this]
-        return seconds * math.exp(sum(left) / len(left)), math.hypot(0.05, unsure), "this model"
-    return seconds, math.hypot(_MODEL_SPREAD, unsure), _names(runs_here)
+    uncertainty = learnt.uncertainty(step.parts)
+    if own_runs:
+        residuals = [math.log(o.seconds / learnt.seconds(o.parts)) for o in own_runs]
+        seconds *= math.exp(sum(residuals) / len(residuals))
+        return seconds, math.hypot(0.05, uncertainty), "this model"
+    return seconds, math.hypot(_MODEL_SPREAD, uncertainty), _model_names(runs_here)
 
 
-def _of_file(measured: Sequence[Measured], model: Model, variant: Variant) -> list[Measured]:
+def _same_file(measured: Sequence[Measured], model: Model, variant: Variant) -> list[Measured]:
     """Return the figures of the same file: the model's quant, in the same size."""
     return [
-        m
-        for m in measured
-        if _same(m, model, variant)
-        and abs(m.variant.file_bytes / variant.file_bytes - 1) < _SAME_SIZE
+        run
+        for run in measured
+        if _is_same(run, model, variant)
+        and abs(run.variant.file_bytes / variant.file_bytes - 1) < _SAME_SIZE
     ]
 
 
@@ -338,7 +339,7 @@ def _with_others(
     for run in others:
         rows = of_run(run)
         if by_others.is_plausible(rows):
-            logs.setdefault(run.source, []).extend(math.log(now / was) for was, now in rows)
+            logs.setdefault(run.source, []).extend(math.log(mine / theirs) for theirs, mine in rows)
             rates.append(rows[-1][0])
     if not logs:
         return predicted
@@ -350,9 +351,9 @@ def _with_others(
     return _range(predicted.value * math.exp(-shift), spread, basis)
 
 
-def _names(measured: Sequence[Measured]) -> str:
+def _model_names(measured: Sequence[Measured]) -> str:
     """Return the first three of the measured models."""
-    return ", ".join(sorted({m.model.id for m in measured})[:3])
+    return ", ".join(sorted({run.model.id for run in measured})[:3])
 
 
 # --- prefill --------------------------------------------------------------------------------------
@@ -370,15 +371,15 @@ def prefill(
 ) -> Range:
     """Return the predicted prompt speed, tokens/s, over `prompt_tokens` that follow `depth` cached
     tokens."""
-    device = layer_bytes.used(device, settings.placement)
+    device = layer_bytes.with_used_cards(device, settings.placement)
     machine = hardware(device, variant, settings)
     seconds = _prompt_seconds(device, model, variant, settings, tokens=prompt_tokens, at=depth)
     basis, spread = _basis("prefill", machine, _kind(model), depth=depth + prompt_tokens // 2)
-    _, known = efficiency.nominal_tflops(device)
-    if known == "assumed":
+    _, compute_basis = efficiency.nominal_tflops(device)
+    if compute_basis == "assumed":
         basis = f"{basis}; compute assumed"
         spread = max(spread, 0.5)
-    elif known == "measured":
+    elif compute_basis == "measured":
         basis = "formula on what this build's kernels were measured to multiply here"
     if (
         device.kind == "discrete"
@@ -392,25 +393,25 @@ def prefill(
 
     def at_its_prompt(m: Measured) -> float:
         """The predicted seconds of a token of its prompt."""
-        ran = replace(settings, placement=m.placement, n_batch=m.n_batch)
-        return _prompt_seconds(device, m.model, m.variant, ran, tokens=m.prompt_tokens, at=0)
+        ran_with = replace(settings, placement=m.placement, n_batch=m.n_batch)
+        return _prompt_seconds(device, m.model, m.variant, ran_with, tokens=m.prompt_tokens, at=0)
 
-    runs_here = [m for m in runs if not m.source]
+    runs_here = [run for run in runs if not run.source]
     if not runs_here:
         predicted = _range(1 / seconds, spread, basis)
         found = _with_others(
             predicted,
             spread,
-            _of_file(runs, model, variant),
-            lambda m: [(m.prefill_tok_s, 1 / at_its_prompt(m))],
+            _same_file(runs, model, variant),
+            lambda run: [(run.prefill_tok_s, 1 / at_its_prompt(run))],
         )
         return efficiency.under_lasting_load(device, found)
-    exact = [m for m in runs_here if _same(m, model, variant)]
-    logs = [math.log(1 / m.prefill_tok_s / at_its_prompt(m)) for m in exact or runs_here]
+    same_model = [run for run in runs_here if _is_same(run, model, variant)]
+    logs = [math.log(1 / run.prefill_tok_s / at_its_prompt(run)) for run in same_model or runs_here]
     seconds *= math.exp(sum(logs) / len(logs))
-    if exact:
+    if same_model:
         return _range(1 / seconds, 0.08, "measured here: this model")
-    return _range(1 / seconds, 0.2, f"measured here: {_names(runs_here)}")
+    return _range(1 / seconds, 0.2, f"measured here: {_model_names(runs_here)}")
 
 
 def _prompt_seconds(
@@ -424,7 +425,7 @@ def _prompt_seconds(
             model, variant, machine, prompt_tokens=tokens, depth=at, n_batch=settings.n_batch
         ).total_s
 
-    device = layer_bytes.used(device, settings.placement)
+    device = layer_bytes.with_used_cards(device, settings.placement)
     weight_shares = layer_bytes.weights_of_cards(model, variant, settings.placement, device)
     seconds = sum(
         part * seconds_on(hardware(card, variant, settings)) for card, part in weight_shares
@@ -436,11 +437,12 @@ def _prompt_seconds(
         return seconds
     read = streamed(model, variant)
     chosen = read.step_bytes(model, settings.n_batch)
-    left = read.dense_bytes * (1 - share.dense) + (chosen - read.dense_bytes) * (1 - share.experts)
+    host_bytes = read.dense_bytes * (1 - share.dense)
+    host_bytes += (chosen - read.dense_bytes) * (1 - share.experts)
     # Weights in host memory are copied over PCIe once per micro-batch if that is faster than the
     # CPU.
-    copied = left / _PCIE_BYTES_S / max(1, min(settings.n_batch, tokens))
-    return seconds + min(seconds_on(_host(device)) * left / max(1, chosen), copied)
+    copy_s = host_bytes / _PCIE_BYTES_S / max(1, min(settings.n_batch, tokens))
+    return seconds + min(seconds_on(_host(device)) * host_bytes / max(1, chosen), copy_s)
 
 
 # Share of the ideal gain of several cards that work on micro-batches at the same time. Two RTX 3060
@@ -484,11 +486,11 @@ def ttft(
 ) -> Range:
     """Return the seconds until the first token of an answer to `prompt_tokens`, with
     `cached_tokens` of them already in the cache."""
-    new = max(1, prompt_tokens - cached_tokens)
-    value = new / prefill_tok_s.value + 1 / decode_tok_s.value
-    soonest = new / prefill_tok_s.high + 1 / decode_tok_s.high
-    latest = new / prefill_tok_s.low + 1 / decode_tok_s.low
-    return Range(value, soonest, latest, prefill_tok_s.basis)
+    n_new = max(1, prompt_tokens - cached_tokens)
+    value = n_new / prefill_tok_s.value + 1 / decode_tok_s.value
+    soonest_s = n_new / prefill_tok_s.high + 1 / decode_tok_s.high
+    latest_s = n_new / prefill_tok_s.low + 1 / decode_tok_s.low
+    return Range(value, soonest_s, latest_s, prefill_tok_s.basis)
 
 
 def load_time(variant: Variant) -> Range:

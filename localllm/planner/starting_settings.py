@@ -79,9 +79,9 @@ NO_OVERRIDES = Overrides()
 def context_for(model: Model, workload: Workload) -> int:
     """Return the tokens of context to serve, × parallel. This is the requested context, else the
     purpose's default within the model's native context."""
-    usual = scoring.NEEDS[workload.purpose].context
-    wanted = workload.context or min(usual, model.native_context or 8192)
-    return kv_sizes.pad(wanted * max(1, workload.parallel))
+    purpose_ctx = scoring.NEEDS[workload.purpose].context
+    requested_ctx = workload.context or min(purpose_ctx, model.native_context or 8192)
+    return kv_sizes.pad(requested_ctx * max(1, workload.parallel))
 
 
 def settings_for(
@@ -91,8 +91,8 @@ def settings_for(
     placement."""
     backend = backend_of(variant)
     # 8 slots if an idle one is free, 4 if each has its own window or state.
-    usual = _SLOTS_PER_SEQUENCE_STATE if facts(model).is_stateful else DEFAULT_SLOTS
-    slots = overrides.slots or max(usual, workload.parallel)
+    default_slots = _SLOTS_PER_SEQUENCE_STATE if facts(model).is_stateful else DEFAULT_SLOTS
+    slots = overrides.slots or max(default_slots, workload.parallel)
     drafter = _drafter(variant, overrides)
     settings = RunSettings(
         n_ctx=context_for(model, workload),
@@ -114,11 +114,11 @@ def settings_for(
 
 
 def _drafter(variant: Variant, overrides: Overrides) -> DraftChoice:
-    pair = None
+    draft_files = None
     if overrides.draft_model is not None:
-        pair = draft_pair(overrides.draft_model, variant)
+        draft_files = draft_pair(overrides.draft_model, variant)
     companion = overrides.companion if backend_of(variant).trained_drafters else None
-    return DraftChoice(overrides.draft or "auto", pair, companion, overrides.companion_found)
+    return DraftChoice(overrides.draft or "auto", draft_files, companion, overrides.companion_found)
 
 
 def rereads_turns(model: Model, variant: Variant, settings: RunSettings) -> bool:
@@ -132,7 +132,7 @@ def rereads_turns(model: Model, variant: Variant, settings: RunSettings) -> bool
     return settings.drafter.reads_hidden_states and facts(model).is_stateful
 
 
-def drafts_at_hand(
+def available_drafts(
     device: Device, model: Model, variant: Variant, workload: Workload, overrides: Overrides
 ) -> Overrides | None:
     """Return `overrides` with the drafter to use without a request: one that was found, else heads

@@ -37,9 +37,7 @@ def test_two_equal_machines_share_evenly_and_each_byte_is_on_exactly_one() -> No
     assert plan is not None
     assert [s.n_layers for s in plan.shares] == [47, 47]
     assert all(s.needs_bytes <= s.limit_bytes for s in plan.shares)
-    assert sum(s.needs_bytes for s in plan.shares) >= sum(
-        cluster.bytes_of_layers(big, q6, SETTINGS)
-    )
+    assert sum(s.needs_bytes for s in plan.shares) >= sum(cluster.layers_bytes(big, q6, SETTINGS))
     assert plan.alone is None
     alone = speed.decode(spark, big, q6, SETTINGS).value
     assert 0.8 * alone < plan.decode_tok_s.value < alone

@@ -107,7 +107,7 @@ def test_a_model_that_fits_in_neither_memory_is_refused_with_both_sizes() -> Non
     assert plan.fits == "no"
     from localllm.planner import explanations
 
-    said = explanations.does_not_fit(plan, device)
+    said = explanations.does_not_fit_text(plan, device)
     assert "11.8 GB and 14.2 GB of system memory usable" in said
 
 

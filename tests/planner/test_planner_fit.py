@@ -172,8 +172,8 @@ def test_the_cost_of_several_sequences_is_fitted_per_additional_sequence() -> No
     single = [row for i in range(3) for row in _rows(f"RTX 40{i}0", 1.0)]
     step_s, token_s = single[0].seconds, 1e-4
     many = [
-        replace(single[0], batch=n, seconds=step_s + decode_cost.further(n) * token_s * 10,
-                further=((decode_cost.further(n) * token_s, (("many", -1),)),))
+        replace(single[0], batch=n, seconds=step_s + decode_cost.further_sequences(n) * token_s * 10,
+                further=((decode_cost.further_sequences(n) * token_s, (("many", -1),)),))
         for n in (2, 4, 8, 16)
     ]  # fmt: skip
     design = fit.Design("decode", [*single, *many])

@@ -13,7 +13,7 @@ from localllm.device.name_lookup import resolve
 from localllm.planner import quality
 from localllm.planner.explanations import all_memory
 from localllm.planner.recommend import recommend, variants_of
-from localllm.planner.selection import line_of
+from localllm.planner.selection import family_line
 from localllm.planner.starting_settings import Overrides
 from localllm.planner.types import Plan, Recommendation, Workload
 from localllm_catalog import catalog
@@ -174,7 +174,7 @@ def test_no_pick_is_dominated_by_another_and_every_pick_has_a_specific_reason(
                 other.model.id,
                 plan.model.id,
             )
-    lines = [line_of(p.model.family) for p in plans]
+    lines = [family_line(p.model.family) for p in plans]
     assert all(lines.count(line) <= 2 for line in lines)
     sizes = [
         (line, round(p.model.params_total / 1e9), round(p.model.params_active / 1e9))
@@ -226,9 +226,9 @@ def test_a_constructed_file_is_replaced_by_a_listed_one_of_the_same_size() -> No
 
 
 def test_versions_of_a_family_belong_to_one_product_line() -> None:
-    assert {line_of(f) for f in ("qwen3", "qwen3.5", "qwen3.6", "qwen3.8")} == {"qwen"}
-    assert line_of("qwen2.5-coder") == line_of("qwen3-coder") == "qwen-coder"
-    assert line_of("gemma-3") == line_of("gemma-4") == "gemma"
+    assert {family_line(f) for f in ("qwen3", "qwen3.5", "qwen3.6", "qwen3.8")} == {"qwen"}
+    assert family_line("qwen2.5-coder") == family_line("qwen3-coder") == "qwen-coder"
+    assert family_line("gemma-3") == family_line("gemma-4") == "gemma"
 
 
 def test_an_unrated_model_is_marked_as_unrated_and_never_called_the_best() -> None:

@@ -462,5 +462,5 @@ def test_a_power_limited_laptop_is_in_the_range_and_the_limit_is_reported() -> N
         resolve("RTX 3080 Ti Laptop"), [CATALOG.by_id["qwen3-8b"]], Workload()
     ).plans
     assert any("sustained load" in reason for reason in plans[0].reasons)
-    assert efficiency.limit_of(resolve("Tesla T4")) is not None
-    assert efficiency.limit_of(resolve("M4 Max 128GB")) is None
+    assert efficiency.power_limit_note(resolve("Tesla T4")) is not None
+    assert efficiency.power_limit_note(resolve("M4 Max 128GB")) is None
