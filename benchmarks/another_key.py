@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.models import serve_command, smollm2
 from benchmarks.processes import Server, empty_home, running
-from localllm.bench.scenarios import unique, user
+from localllm.bench.scenarios import unseen_text, user
 from localllm.bench.stream import free_port
 
 _THREADS = 8
@@ -86,24 +86,26 @@ def _silent(client: Client, _: int) -> None:
 
 
 BEHAVIOURS: dict[str, Behaviour] = {
-    "long answers": lambda c, n: c.chat(unique(8, n), 400, ignore_eos=True),
-    "long prompts": lambda c, n: c.chat(unique(1500, n), 2),
-    "16 choices": lambda c, n: c.chat(unique(8, n), 64, n=16, ignore_eos=True),
-    "new schemas": lambda c, n: c.chat(unique(8, n), 16, response_format=_schema(n)),
-    "many tools": lambda c, n: c.chat(unique(8, n), 16, tools=_tools(n), tool_choice="required"),
+    "long answers": lambda c, n: c.chat(unseen_text(8, n), 400, ignore_eos=True),
+    "long prompts": lambda c, n: c.chat(unseen_text(1500, n), 2),
+    "16 choices": lambda c, n: c.chat(unseen_text(8, n), 64, n=16, ignore_eos=True),
+    "new schemas": lambda c, n: c.chat(unseen_text(8, n), 16, response_format=_schema(n)),
+    "many tools": lambda c, n: c.chat(
+        unseen_text(8, n), 16, tools=_tools(n), tool_choice="required"
+    ),
     "long texts": lambda c, n: c.chat(chr(97 + n % 26) * 6_000_000, 2),
-    "left streams": lambda c, n: c.chat(unique(8, n), 200, leave=True),
+    "left streams": lambda c, n: c.chat(unseen_text(8, n), 200, leave=True),
     "kept streams": lambda c, n: c.chat(
-        unique(8, n), 200, leave=True, headers={"Idempotency-Key": f"k{n}"}
+        unseen_text(8, n), 200, leave=True, headers={"Idempotency-Key": f"k{n}"}
     ),
     "listings": lambda c, _: c.send("GET", "/openapi.json"),
     "counts": lambda c, n: c.send(
         "POST",
         "/v1/messages/count_tokens",
-        {"model": c.model, "messages": user(unique(60_000, n))},
+        {"model": c.model, "messages": user(unseen_text(60_000, n))},
     ),
     "log-probabilities": lambda c, n: c.chat(
-        unique(8, n), 64, logprobs=True, top_logprobs=20, ignore_eos=True
+        unseen_text(8, n), 64, logprobs=True, top_logprobs=20, ignore_eos=True
     ),
     "silent connections": _silent,
 }
@@ -141,7 +143,7 @@ def _doing(name: str, port: int) -> Iterator[None]:
 def _first_tokens(server: Server, rounds: int, seeds: Iterator[int]) -> list[float]:
     found = []
     for _ in range(rounds):
-        found.append(server.target.chat(user(unique(8, next(seeds))), 4).ttft_s)
+        found.append(server.target.chat(user(unseen_text(8, next(seeds))), 4).ttft_s)
         time.sleep(0.2)
     return found
 

@@ -173,7 +173,7 @@ def _scenarios(options: argparse.Namespace, names: str) -> Iterator[Figure]:
             for server in servers:
                 yield _figure("start → ready", server.ready_s, "s", who=server.name)
             # One by one, so that figures already printed remain if the stage is ended.
-            for name in against.chosen(names, ProcessScenarios.means):
+            for name in against.parse_scenarios(names, ProcessScenarios.means):
                 yield from _told(put_through(servers, [name], options.rounds))
 
 

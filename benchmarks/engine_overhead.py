@@ -24,7 +24,7 @@ from benchmarks.processes import Server, empty_home
 from benchmarks.rounds import interleave, report, timed
 from benchmarks.step_http import CHATML
 from localllm.bench.ratio import RoundComparison
-from localllm.bench.scenarios import unique, user
+from localllm.bench.scenarios import unseen_text, user
 from localllm.bench.stream import free_port
 from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request, Sampling
@@ -138,7 +138,7 @@ def known(rounds: int) -> None:
         target = server.target
         for tokens, bar_ms in _KNOWN_BARS_MS.items():
             # Five tokens per word, and some for the template.
-            asked = user(unique(tokens // 5 - 10, tokens))
+            asked = user(unseen_text(tokens // 5 - 10, tokens))
             target.chat(asked, 1)
             time.sleep(1.0)
             spent_ms, first_ms = [], []

@@ -35,7 +35,7 @@ from benchmarks.models import serve_command, smollm2
 from benchmarks.processes import Server, empty_home
 from benchmarks.rounds import interleave, report
 from localllm.bench.ratio import RoundComparison
-from localllm.bench.scenarios import unique, user
+from localllm.bench.scenarios import unseen_text, user
 from localllm.bench.stream import BenchTarget, free_port
 from tests.models.first_layers import write_first_layers
 from tests.support.heavy_requests import KINDS, TEMPLATE, chat
@@ -93,7 +93,7 @@ def guess(server: BenchTarget, rounds: int) -> RoundComparison:
     asked = {name: BenchTarget(name, server.url, key=key) for name, key in _KEYS.items()}
     table = RoundComparison("first token of a prompt", "s", "less")
     for i in range(rounds):
-        own, fresh = (unique(_GUESSED_WORDS, 2 * i + which) for which in range(2))
+        own, fresh = (unseen_text(_GUESSED_WORDS, 2 * i + which) for which in range(2))
         asked["anna"].chat(user(own), 2)
         tries = [("guessed", own), ("fresh", fresh)]
         cached = []

@@ -68,7 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     named = {"smollm2": smollm2, "gemma": gemma}
     model = named[arguments.model]() if arguments.model in named else Path(arguments.model)
-    names = against.chosen(arguments.scenarios, ProcessScenarios.means)
+    names = against.parse_scenarios(arguments.scenarios, ProcessScenarios.means)
     runs: list[Run] = []
     command = " ".join(["python -m benchmarks.peers", *_told(arguments)])
     with tempfile.TemporaryDirectory() as logs:

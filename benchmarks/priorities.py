@@ -27,7 +27,7 @@ from benchmarks.models import serve_command, smollm2
 from benchmarks.processes import Server, running
 from benchmarks.rounds import interleave, report
 from localllm.bench.ratio import RoundComparison
-from localllm.bench.scenarios import unique, user
+from localllm.bench.scenarios import unseen_text, user
 from localllm.bench.stream import BenchTarget, free_port
 from localllm.errors import LocalLLMError
 
@@ -76,12 +76,12 @@ def background(target: BenchTarget, rounds: int) -> list[RoundComparison]:
     seeds = iter(range(10**6))
 
     def stream(name: str) -> None:
-        answer = target.stream(_body(unique(60, next(seeds)), _STREAM_TOKENS))
+        answer = target.stream(_body(unseen_text(60, next(seeds)), _STREAM_TOKENS))
         gaps.add(name, statistics.quantiles(answer.gaps_s, n=20)[-1])
         first.add(name, answer.ttft_s)
 
     def title(n: int) -> None:
-        target.stream({**_body(unique(100, 500_000 + n), 24), "service_tier": "flex"})
+        target.stream({**_body(unseen_text(100, 500_000 + n), 24), "service_tier": "flex"})
 
     def crowd() -> None:
         with _beside(title, _BACKGROUND):
@@ -98,14 +98,14 @@ def waits(target: BenchTarget, trials: int) -> list[RoundComparison]:
     seeds = iter(range(10**6))
 
     def short(name: str) -> None:
-        table.add(name, target.chat(user(unique(8, next(seeds))), 4).ttft_s)
+        table.add(name, target.chat(user(unseen_text(8, next(seeds))), 4).ttft_s)
 
     def long_prompt(n: int) -> None:
-        target.chat(user(unique(_LONG_WORDS, 700_000 + n)), 2)
+        target.chat(user(unseen_text(_LONG_WORDS, 700_000 + n)), 2)
 
     def choices(n: int) -> None:
         body: dict[str, Any] = {
-            "messages": user(unique(30, 800_000 + n)),
+            "messages": user(unseen_text(30, 800_000 + n)),
             "n": 16,
             "max_tokens": 64,
         }
@@ -127,7 +127,7 @@ def warm(model: Path, rounds: int) -> list[RoundComparison]:
     table = RoundComparison("first token of the first question after a start", "s", "less")
     with tempfile.TemporaryDirectory() as folder:
         for i in range(rounds):
-            text = unique(_INSTRUCTION_WORDS, 900 + i)
+            text = unseen_text(_INSTRUCTION_WORDS, 900 + i)
             file = Path(folder) / f"{i}.txt"
             file.write_text(text)
             for name, options in (("cold", []), ("warm", ["--warm", str(file)])):

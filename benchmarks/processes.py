@@ -21,7 +21,7 @@ import psutil
 from localllm.bench import against
 from localllm.bench.against import ScenarioResult
 from localllm.bench.ratio import RoundComparison
-from localllm.bench.scenarios import MEANS, SYSTEM, Scenarios, unique, user
+from localllm.bench.scenarios import MEANS, SYSTEM, Scenarios, unseen_text, user
 from localllm.bench.stream import BenchTarget, Messages
 from localllm.bench.token_counts import Counter, Tokens
 from localllm.errors import BackendError
@@ -170,7 +170,7 @@ class ProcessScenarios(Scenarios):
 
         alone = speed()
         for _ in range(6):
-            t.chat(user(unique(410, self.fresh())), 4)
+            t.chat(user(unseen_text(410, self.fresh())), 4)
         time.sleep(0.5)
         self.put(CROWDED, t, speed() / alone)
 
@@ -216,7 +216,7 @@ class ProcessScenarios(Scenarios):
         prompt, ten times, and the first token of the next turn."""
         server = self._server(t)
         for words in (400, 2000):
-            head = user(unique(words, self.fresh()))
+            head = user(unseen_text(words, self.fresh()))
             answer = t.chat(head, 4)
             time.sleep(1.0)
             before = server.cpu_s()
@@ -233,7 +233,7 @@ class ProcessScenarios(Scenarios):
     def run_fresh(self, t: BenchTarget) -> None:
         """Measure the second turn of 2,000 tokens in a server's first minute."""
         self._server(t).restart()
-        head = user(unique(400, self.fresh()))
+        head = user(unseen_text(400, self.fresh()))
         answer = t.chat(head, 8)
         said: Messages = [{"role": "assistant", "content": answer.text}, *user("And then?")]
         self.put(FRESH, t, 1000 * t.chat([*head, *said], 8).ttft_s)

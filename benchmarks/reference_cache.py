@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from localllm.bench.token_counts import common
+from localllm.bench.token_counts import common_prefix_length
 
 # Before the last two turns of a prompt, and at the end of its answer.
 _NEWEST_STATES = 3
@@ -129,7 +129,7 @@ class ReferenceCache:
         covered = 0
         while (piece := self._going_on(line, covered)) is not None:
             path.append(piece)
-            covered = common(line, piece.line)
+            covered = common_prefix_length(line, piece.line)
         return path, covered
 
     def _going_on(self, line: tuple[int, ...], covered: int) -> _Piece | None:

@@ -35,7 +35,7 @@ from unittest.mock import patch
 
 from benchmarks.models import serve_command, smollm2
 from benchmarks.processes import ProcessScenarios, Server
-from localllm.bench.scenarios import SYSTEM, source_file, unique, user
+from localllm.bench.scenarios import SYSTEM, source_file, unseen_text, user
 from localllm.bench.stream import BenchTarget, Messages, free_port
 from localllm.bench.token_counts import Counter, Tokens, TokensRead, tokenized
 
@@ -217,7 +217,7 @@ class Bench:
         )
         with self.ours(_LONG_CONTEXT) as server:
             server.start()
-            messages = user(f"Read this: {unique(_LONG_WORDS, 1)}")
+            messages = user(f"Read this: {unseen_text(_LONG_WORDS, 1)}")
             cold = server.target.chat(messages, 8)
             for how in (signal.SIGTERM, signal.SIGKILL):
                 server.stop(how)
@@ -246,9 +246,9 @@ def _take_turns(seen: TokensRead, server: Server, system: str, where: str) -> No
 def _not_found(server: Server) -> int:
     """Return the tokens of a long chat that its next turn computed again after a short request."""
     seen = TokensRead(computed_tokens(server.target))
-    messages = user(f"Read this: {unique(_BIG_WORDS, 1)}")
+    messages = user(f"Read this: {unseen_text(_BIG_WORDS, 1)}")
     said = _ask(seen, server, messages)
-    _ask(seen, server, user(f"Something else: {unique(_SHORT_WORDS, 2)}"))
+    _ask(seen, server, user(f"Something else: {unseen_text(_SHORT_WORDS, 2)}"))
     before = seen.twice
     _ask(seen, server, [*messages, {"role": "assistant", "content": said}, *user("And now?")])
     return seen.twice - before

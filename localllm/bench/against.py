@@ -19,11 +19,11 @@ from localllm.bench.stream import BenchTarget
 from localllm.bench.token_counts import Counter, Tokens, templated_tokens
 from localllm.errors import BackendError, LocalLLMError, UsageError
 
-_RESTART_S = 120.0
+_RESTART_TIMEOUT_S = 120.0
 # After this many failures on a server, a scenario is skipped there: each failure may take minutes.
-_TRIES = 2
+_MAX_FAILURES = 2
 # A scenario that takes longer than this on a server is measured there only once.
-_LONG_S = 150.0
+_MAX_REPEATED_S = 150.0
 
 
 @dataclass
@@ -45,10 +45,13 @@ class ScenarioResult:
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        servers = [{"name": t.name, "url": t.url, "model": t.model} for t in self.targets]
+        servers = [
+            {"name": target.name, "url": target.url, "model": target.model}
+            for target in self.targets
+        ]
         differing = {
-            name: {"said": said, "counted": counted}
-            for name, (said, counted) in self.counter.differing.items()
+            name: {"said": reported, "counted": counted}
+            for name, (reported, counted) in self.counter.differing.items()
         }
         return {
             "servers": servers,
@@ -71,9 +74,9 @@ class ScenarioResult:
         )
         text_lines.append(f"Tokens are counted {self.counter}.")
         text_lines += self.notes
-        for name, (theirs, ours) in self.counter.differing.items():
+        for name, (reported, counted) in self.counter.differing.items():
             text_lines.append(
-                f"{name} counts differently: it reported {theirs} tokens, but at most {ours} "
+                f"{name} counts differently: it reported {reported} tokens, but at most {counted} "
                 "arrived in the text."
             )
         return text_lines
@@ -117,7 +120,7 @@ def _restart(target: BenchTarget, command: str) -> None:
         subprocess.run(
             shlex.split(command),
             check=True,
-            timeout=_RESTART_S,
+            timeout=_RESTART_TIMEOUT_S,
             stdout=subprocess.DEVNULL,
             stdin=subprocess.DEVNULL,
         )
@@ -125,7 +128,7 @@ def _restart(target: BenchTarget, command: str) -> None:
         raise BackendError(f"{target.name} could not be restarted: {e}") from e
 
 
-def chosen(text: str, means: Mapping[str, str] = MEANS) -> list[str]:
+def parse_scenarios(text: str, means: Mapping[str, str] = MEANS) -> list[str]:
     """Parse a list of scenarios with commas. Raises UsageError for names that are not in `means`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in means]
@@ -162,35 +165,41 @@ def run(
     counter = Counter.for_servers(targets)
     scenarios = make(counter, templated_tokens(targets))
     means = {name: scenarios.means[name] for name in names}
-    found = ScenarioResult(servers[0], targets, means, rounds, counter)
+    result = ScenarioResult(servers[0], targets, means, rounds, counter)
     failures: Counted[tuple[str, str]] = Counted()
-    for i in range(rounds):
-        scenarios.round = i
+    for round_index in range(rounds):
+        scenarios.round = round_index
         for name in names:
-            for target in rotated(targets, i):
-                pair = (name, target.name)
-                if failures[pair] >= _TRIES:
+            for target in rotated(targets, round_index):
+                scenario_and_server = (name, target.name)
+                if failures[scenario_and_server] >= _MAX_FAILURES:
                     continue
-                took_s, fault = _timed(scenarios, name, target)
-                report(f"round {i + 1}/{rounds}  {name:8} {target.name:24} {took_s:6.1f} s")
+                took_s, fault = _run_timed(scenarios, name, target)
+                report(
+                    f"round {round_index + 1}/{rounds}  {name:8} {target.name:24} {took_s:6.1f} s"
+                )
                 if fault:
-                    found.faults.append(f"{name}, round {i + 1}: {fault}")
-                    failures[pair] += 1
-                if took_s > _LONG_S and failures[pair] < _TRIES and i + 1 < rounds:
-                    found.notes.append(
+                    result.faults.append(f"{name}, round {round_index + 1}: {fault}")
+                    failures[scenario_and_server] += 1
+                if (
+                    took_s > _MAX_REPEATED_S
+                    and failures[scenario_and_server] < _MAX_FAILURES
+                    and round_index + 1 < rounds
+                ):
+                    result.notes.append(
                         f"{name} took {took_s:.0f} s on {target.name}; it is not "
                         "measured in further rounds."
                     )
-                    failures[pair] = _TRIES
-    found.tables = scenarios.finished(rounds, servers)
-    return found
+                    failures[scenario_and_server] = _MAX_FAILURES
+    result.tables = scenarios.finished(rounds, servers)
+    return result
 
 
-def _timed(scenarios: Scenarios, name: str, target: BenchTarget) -> tuple[float, str]:
+def _run_timed(scenarios: Scenarios, name: str, target: BenchTarget) -> tuple[float, str]:
     """The seconds that a scenario took, and its error ("" if it succeeded)."""
-    started = time.monotonic()
+    started_s = time.monotonic()
     try:
         scenarios.run(name, target)
     except LocalLLMError as e:
-        return time.monotonic() - started, e.message
-    return time.monotonic() - started, ""
+        return time.monotonic() - started_s, e.message
+    return time.monotonic() - started_s, ""

@@ -12,13 +12,13 @@ from typing import Any, Literal, TypeVar
 T = TypeVar("T")
 Better = Literal["more", "less"]
 # Number of characters of a name that a table shows.
-_LONGEST_NAME = 26
+_MAX_NAME_CHARS = 26
 
 
 def rotated(runs: Sequence[T], by: int) -> list[T]:
     """Rotate `runs` for round `by`, so that each run begins a round in turn."""
-    at = by % len(runs)
-    return [*runs[at:], *runs[:at]]
+    start = by % len(runs)
+    return [*runs[start:], *runs[:start]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +55,28 @@ class RoundComparison:
         values = self.values.setdefault(name, [])
         values += [math.nan] * (rounds - len(values))
 
-    def known(self, name: str) -> list[float]:
+    def known_values(self, name: str) -> list[float]:
         return [value for value in self.values.get(name, ()) if not math.isnan(value)]
 
     def median(self, name: str) -> float:
         """Median over the rounds; NaN if no round has a value."""
-        known = self.known(name)
-        if known:
-            return statistics.median(known)
+        known_values = self.known_values(name)
+        if known_values:
+            return statistics.median(known_values)
         return math.nan
 
     def ratios(self, name: str, to: str) -> Ratio | None:
         """The ratio of each round in which both names have a value; None if there is no such round.
         A change from round to round (the text, other load on the machine) cancels out."""
         pairs = zip(self.values.get(name, ()), self.values.get(to, ()), strict=False)
-        found = tuple(a / b for a, b in pairs if b and not math.isnan(a / b))
-        if found:
-            return Ratio(statistics.median(found), min(found), max(found), found)
+        ratios_of_rounds = tuple(a / b for a, b in pairs if b and not math.isnan(a / b))
+        if ratios_of_rounds:
+            return Ratio(
+                statistics.median(ratios_of_rounds),
+                min(ratios_of_rounds),
+                max(ratios_of_rounds),
+                ratios_of_rounds,
+            )
         return None
 
     def to_json(self, first: str) -> dict[str, Any]:
@@ -99,13 +104,13 @@ class RoundComparison:
         """The title, and a line per name with its median, its spread and the ratio of `first` to
         it. Lines have at most 80 columns if the names are addresses."""
         text_lines = [f"{self.title} ({self.unit}, {self.better} is better)"]
-        width = min(max(map(len, self.values), default=0), _LONGEST_NAME)
+        width = min(max(map(len, self.values), default=0), _MAX_NAME_CHARS)
         for name in self.values:
-            known = self.known(name)
-            if not known:
+            known_values = self.known_values(name)
+            if not known_values:
                 text_lines.append(f"  {name[:width]:{width}} has no value")
                 continue
-            spread = f"[{min(known):.4g}–{max(known):.4g}]"
+            spread = f"[{min(known_values):.4g}–{max(known_values):.4g}]"
             line = f"  {name[:width]:{width}} {self.median(name):9.4g} {spread}"
             ratio = self.ratios(first, name) if name != first else None
             if ratio is not None:

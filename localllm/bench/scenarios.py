@@ -40,12 +40,12 @@ MEANS: Mapping[str, str] = {
 }
 DEFAULT = ("single", "prefill", "two", "four", "eight", "stall", "thrash", "cancel", "copy")
 # Tokens of the first stream before the second request of "stall" arrives, and in total.
-_ALONE = 60
-_STALLED = 600
+_ALONE_TOKENS = 60
+_STALL_TOKENS = 600
 # Number of functions in the file of "copy".
-_FUNCTIONS = 7
+_N_FUNCTIONS = 7
 # Number of attempts: a model may end its story before the second request arrives.
-_STORIES = 3
+_MAX_STORIES = 3
 # An answer of fewer tokens is too short for measuring its speed.
 _MIN_ANSWER_TOKENS = 8
 # With fewer gaps, the 95th percentile is the same as the maximum.
@@ -55,8 +55,8 @@ _SETTLE_S = 0.5
 
 
 # The tables of results: title, unit, and whether more or less is better.
-_TOGETHER = "aggregate, {} streams"
-_EVEN = "{} streams: 95th percentile of the gaps"
+_AGGREGATE_TITLE = "aggregate, {} streams"
+_GAPS_TITLE = "{} streams: 95th percentile of the gaps"
 SINGLE = RoundComparison("decode, one stream", "tok/s")
 GAP = RoundComparison("one stream: 95th percentile of the gaps", "ms", "less")
 PREFILL = RoundComparison("prefill, 3,000 new tokens", "tok/s")
@@ -93,7 +93,7 @@ class Scenarios:
         self._seed = self._first
         self._lock = threading.Lock()
 
-    def put(self, figure: RoundComparison, target: BenchTarget, value: float) -> None:
+    def record(self, figure: RoundComparison, target: BenchTarget, value: float) -> None:
         table = self.tables.setdefault(figure.title, replace(figure, values={}))
         table.fill(target.name, self.round)
         table.add(target.name, value)
@@ -107,7 +107,7 @@ class Scenarios:
             table.values = {name: table.values[name] for name in names}
         return [*self.tables.values()]
 
-    def fresh(self) -> int:
+    def next_seed(self) -> int:
         with self._lock:
             self._seed += 1
             return self._seed
@@ -124,32 +124,36 @@ class Scenarios:
 
         While a draft is verified, the stream pauses.
         """
-        answer = t.chat(user(f"Tell a story. {self.fresh()}"), 128)
-        self.put(SINGLE, t, answer.rate(self._counted(t, answer)))
+        answer = t.chat(user(f"Tell a story. {self.next_seed()}"), 128)
+        self.record(SINGLE, t, answer.rate(self._count_tokens(t, answer)))
         if len(answer.gaps_s) >= _MIN_GAPS:
-            self.put(GAP, t, _p95_ms(answer.gaps_s))
+            self.record(GAP, t, _p95_ms(answer.gaps_s))
 
     def run_prefill(self, t: BenchTarget) -> None:
-        text = unique(610, self.fresh())
+        text = unseen_text(610, self.next_seed())
         answer = self._chat(t, user(text), 2)
         tokens = self.counter.tokens_in(text) or answer.usage.get("prompt_tokens")
-        self.put(FIRST, t, answer.ttft_s)
+        self.record(FIRST, t, answer.ttft_s)
         if isinstance(tokens, int) and tokens:
-            self.put(PREFILL, t, tokens / answer.ttft_s)
+            self.record(PREFILL, t, tokens / answer.ttft_s)
 
-    def _streams(self, t: BenchTarget, n: int) -> None:
+    def _streams(self, t: BenchTarget, n_streams: int) -> None:
         """Aggregate decode of n streams that start together."""
-        texts = [f"Tell story {self.fresh()}." for _ in range(n)]
-        begun = time.perf_counter()
-        answers = _together([partial(t.chat, user(text), 96) for text in texts])
-        seconds = time.perf_counter() - begun
-        total = sum(self._counted(t, answer) for answer in answers)
-        self.put(RoundComparison(_TOGETHER.format(n), "tok/s"), t, total / seconds)
+        texts = [f"Tell story {self.next_seed()}." for _ in range(n_streams)]
+        started_s = time.perf_counter()
+        answers = _run_together([partial(t.chat, user(text), 96) for text in texts])
+        seconds = time.perf_counter() - started_s
+        n_tokens = sum(self._count_tokens(t, answer) for answer in answers)
+        self.record(
+            RoundComparison(_AGGREGATE_TITLE.format(n_streams), "tok/s"), t, n_tokens / seconds
+        )
         gaps: list[float] = []
         for answer in answers:
             gaps += answer.gaps_s
         if len(gaps) >= _MIN_GAPS:
-            self.put(RoundComparison(_EVEN.format(n), "ms", "less"), t, _p95_ms(gaps))
+            self.record(
+                RoundComparison(_GAPS_TITLE.format(n_streams), "ms", "less"), t, _p95_ms(gaps)
+            )
 
     run_two = partialmethod(_streams, n=2)
     run_four = partialmethod(_streams, n=4)
@@ -165,7 +169,7 @@ class Scenarios:
             "ignore_eos": True,
         }
         answer = t.stream(body)
-        self.put(COPY, t, answer.rate(self._counted(t, answer)))
+        self.record(COPY, t, answer.rate(self._count_tokens(t, answer)))
 
     # --- waiting ----------------------------------------------------------------------------------
 
@@ -174,14 +178,14 @@ class Scenarios:
 
         Records the largest gap of the stream meanwhile, and the TTFT of the new request.
         """
-        pieces: list[int] = []
-        for _ in range(_STORIES):
-            too_short = self._stall(t)
-            if too_short is None:
+        n_pieces: list[int] = []
+        for _ in range(_MAX_STORIES):
+            early_answer = self._stall(t)
+            if early_answer is None:
                 return
-            pieces.append(too_short.pieces)
+            n_pieces.append(early_answer.pieces)
         raise BackendError(
-            f"{t.name}: the streams ended after {pieces} pieces, before the new client's answer"
+            f"{t.name}: the streams ended after {n_pieces} pieces, before the new client's answer"
         )
 
     def _stall(self, t: BenchTarget) -> StreamedAnswer | None:
@@ -189,51 +193,51 @@ class Scenarios:
         early."""
         decoding = threading.Event()
 
-        def record_piece(n: int) -> None:
-            if n == _ALONE:
+        def record_piece(n_pieces: int) -> None:
+            if n_pieces == _ALONE_TOKENS:
                 decoding.set()
 
         def ended_early(_: Future[StreamedAnswer]) -> None:
             decoding.set()
 
         with ThreadPoolExecutor(1) as pool:
-            story = user(f"Long story {self.fresh()}")
-            stream = pool.submit(t.chat, story, _STALLED, on_piece=record_piece)
+            story = user(f"Long story {self.next_seed()}")
+            stream = pool.submit(t.chat, story, _STALL_TOKENS, on_piece=record_piece)
             stream.add_done_callback(ended_early)
             decoding.wait()
             if stream.done():
                 return stream.result()
-            begun = time.perf_counter()
-            other = t.chat(user(unique(610, self.fresh())), 4)
-            ended = time.perf_counter()
+            started_s = time.perf_counter()
+            newcomer = t.chat(user(unseen_text(610, self.next_seed())), 4)
+            ended_s = time.perf_counter()
             answer = stream.result()
-        meanwhile = answer.gaps_between(begun, ended)
-        if not meanwhile:
+        gaps = answer.gaps_between(started_s, ended_s)
+        if not gaps:
             return answer
-        before = statistics.median(answer.gaps_s[: _ALONE - 10])
-        longest = max(self.per_token_s(gap, text) for gap, text in meanwhile)
-        self.put(STALL, t, longest / before)
-        self.put(NEWCOMER, t, self._non_empty(t, other).ttft_s)
+        usual_gap_s = statistics.median(answer.gaps_s[: _ALONE_TOKENS - 10])
+        longest_s = max(self.per_token_s(gap, text) for gap, text in gaps)
+        self.record(STALL, t, longest_s / usual_gap_s)
+        self.record(NEWCOMER, t, self._non_empty(t, newcomer).ttft_s)
         return None
 
-    def per_token_s(self, gap: float, text: str) -> float:
+    def per_token_s(self, gap_s: float, text: str) -> float:
         """Return the gap before a piece, divided by the tokens of the character in it.
 
         A character of several tokens takes as many steps on every server. For example, “ has two
         tokens with SmolLM2's tokenizer. A piece with several tokens of words is not divided,
         because the stream paused before it.
         """
-        line = text.strip()
-        if len(line) != 1 or line.isascii():
-            return gap
-        return gap / (self.counter.tokens_in(text) or 1)
+        character = text.strip()
+        if len(character) != 1 or character.isascii():
+            return gap_s
+        return gap_s / (self.counter.tokens_in(text) or 1)
 
     def run_cancel(self, t: BenchTarget) -> None:
         """TTFT right after dropping a long generation, against an idle server's."""
-        idle = self._chat(t, user(f"Hi {self.fresh()}"), 4)
-        self._non_empty(t, t.chat(user(f"Long {self.fresh()}"), 2000, stop_after=10))
-        after = self._chat(t, user(f"Hi {self.fresh()}"), 4)
-        self.put(CANCEL, t, after.ttft_s / idle.ttft_s)
+        idle = self._chat(t, user(f"Hi {self.next_seed()}"), 4)
+        self._non_empty(t, t.chat(user(f"Long {self.next_seed()}"), 2000, stop_after=10))
+        after = self._chat(t, user(f"Hi {self.next_seed()}"), 4)
+        self.record(CANCEL, t, after.ttft_s / idle.ttft_s)
 
     # --- what is kept -----------------------------------------------------------------------------
 
@@ -246,17 +250,17 @@ class Scenarios:
         turn = [system, *user("Second, other question?")]
         warm = self._chat(t, turn, 8)
         again = self._chat(t, turn, 8)
-        self.put(COLD, t, cold.ttft_s)
-        self.put(WARM, t, warm.ttft_s / cold.ttft_s)
-        self.put(AGAIN, t, again.ttft_s * 1000)
+        self.record(COLD, t, cold.ttft_s)
+        self.record(WARM, t, warm.ttft_s / cold.ttft_s)
+        self.record(AGAIN, t, again.ttft_s * 1000)
 
     def run_again(self, t: BenchTarget) -> None:
         """Send the same 2,000 tokens twice in every round: only the first round has to prefill
         them."""
-        messages = user(unique(400, self._first))
+        messages = user(unseen_text(400, self._first))
         self._chat(t, messages, 8)
         again = self._chat(t, messages, 8)
-        self.put(AT_ONCE, t, again.ttft_s * 1000)
+        self.record(AT_ONCE, t, again.ttft_s * 1000)
 
     def run_thrash(self, t: BenchTarget) -> None:
         """Three chats sharing a system prompt, four growing turns each, a title request after every
@@ -265,10 +269,10 @@ class Scenarios:
         system = self._system()
         chats = [[system, *user(f"I am person {i}. Hello!")] for i in range(3)]
         ttfts: list[float] = []
-        counted = tokens_read is not None
+        is_counted = tokens_read is not None
 
-        def ask(messages: Messages, n: int) -> StreamedAnswer:
-            answer = self._chat(t, messages, n)
+        def ask(messages: Messages, max_tokens: int) -> StreamedAnswer:
+            answer = self._chat(t, messages, max_tokens)
             if tokens_read is not None:
                 tokens_read.add(messages, answer)
             return answer
@@ -278,15 +282,15 @@ class Scenarios:
                 answer = ask(messages, 24)
                 if (turn, i) != (0, 0):
                     ttfts.append(answer.ttft_s)
-                    counted = counted and answer.cached_tokens is not None
+                    is_counted = is_counted and answer.cached_tokens is not None
                 messages += [
                     {"role": "assistant", "content": answer.text},
                     *user(f"And then, number {turn}?"),
                 ]
                 ask(user("Write a title of three words for a chat."), 6)
-        if tokens_read is not None and counted:
-            self.put(TWICE, t, tokens_read.twice)
-        self.put(TURNS, t, 1000 * statistics.mean(ttfts))
+        if tokens_read is not None and is_counted:
+            self.record(TWICE, t, tokens_read.twice)
+        self.record(TURNS, t, 1000 * statistics.mean(ttfts))
 
     def run_restart(self, t: BenchTarget) -> None:
         """Measure the TTFT of the same 1,400-token prompt after a restart."""
@@ -300,17 +304,17 @@ class Scenarios:
         t.restart()
         t.wait_ready()
         again = self._chat(t, messages, 8)
-        self.put(RESTART, t, again.ttft_s / cold.ttft_s)
+        self.record(RESTART, t, again.ttft_s / cold.ttft_s)
 
     # --- honesty ----------------------------------------------------------------------------------
 
     def _system(self) -> dict[str, str]:
         """A long system prompt that no server has seen."""
-        return {"role": "system", "content": f"{self.fresh()} {SYSTEM}"}
+        return {"role": "system", "content": f"{self.next_seed()} {SYSTEM}"}
 
-    def _chat(self, t: BenchTarget, messages: Messages, n: int) -> StreamedAnswer:
-        """An answer of at most `n` tokens. Raises BackendError if it is empty."""
-        return self._non_empty(t, t.chat(messages, n))
+    def _chat(self, t: BenchTarget, messages: Messages, max_tokens: int) -> StreamedAnswer:
+        """An answer of at most `max_tokens` tokens. Raises BackendError if it is empty."""
+        return self._non_empty(t, t.chat(messages, max_tokens))
 
     def _non_empty(self, t: BenchTarget, answer: StreamedAnswer) -> StreamedAnswer:
         if not answer.text.strip():
@@ -319,7 +323,7 @@ class Scenarios:
             )
         return answer
 
-    def _counted(self, t: BenchTarget, answer: StreamedAnswer) -> int:
+    def _count_tokens(self, t: BenchTarget, answer: StreamedAnswer) -> int:
         tokens = self.counter.tokens_of(t, self._non_empty(t, answer))
         if tokens < _MIN_ANSWER_TOKENS or not answer.gaps_s:
             raise BackendError(
@@ -333,7 +337,7 @@ def _p95_ms(gaps_s: Sequence[float]) -> float:
     return statistics.quantiles(gaps_s, n=20)[-1] * 1000
 
 
-def _together(calls: Sequence[Callable[[], StreamedAnswer]]) -> list[StreamedAnswer]:
+def _run_together(calls: Sequence[Callable[[], StreamedAnswer]]) -> list[StreamedAnswer]:
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(call) for call in calls]
         return [future.result() for future in futures]
@@ -354,7 +358,7 @@ def user(text: str) -> Messages:
     return [{"role": "user", "content": text}]
 
 
-def unique(words: int, seed: int) -> str:
+def unseen_text(words: int, seed: int) -> str:
     """Text no cache has seen, about five tokens a word."""
     return " ".join(f"w{(seed * 7919 + i * 104729) % 9973}" for i in range(words))
 
@@ -363,14 +367,14 @@ def source_file(seed: int) -> str:
     """A Python file that no model has seen: about 36 to 55 tokens a function, by the tokenizer."""
     rng = random.Random(seed)
     lines = []
-    for i in range(_FUNCTIONS):
+    for i in range(_N_FUNCTIONS):
         a, b = rng.sample(NAMES, 2)
         limit = rng.randrange(10, 999)
-        less = rng.randrange(2, 99)
+        subtrahend = rng.randrange(2, 99)
         factor = rng.randrange(2, 99)
         lines.append(f"def {a}_{b}_{i}({a}: int, limit: int = {limit}) -> int:")
         lines.append(f"    if {a} > limit:")
-        lines.append(f"        return {a} - {less}")
+        lines.append(f"        return {a} - {subtrahend}")
         lines.append(f"    return {a} * {factor} + {b!r}.count('e')")
         lines.append("")
     return "\n".join(lines)
@@ -383,5 +387,5 @@ def copy_edit(seed: int) -> str:
     text, which would not measure drafting.
     """
     text = source_file(seed)
-    head = "\n".join(text.splitlines()[:5]).replace("def ", "async def ", 1)
-    return f"{text}\n\n---\n\n{text}\n\n---\n\n{head}\n"
+    beginning = "\n".join(text.splitlines()[:5]).replace("def ", "async def ", 1)
+    return f"{text}\n\n---\n\n{text}\n\n---\n\n{beginning}\n"

@@ -23,10 +23,10 @@ Messages = list[dict[str, str]]
 
 _TIMEOUT_S = 300.0
 # Seconds. Even a large model is read from disk in less time.
-_LOADING_S = 300.0
+_LOADING_TIMEOUT_S = 300.0
 # Fields that many servers support and OpenAI's API lacks. They are omitted for a server that
 # rejects them.
-_BEYOND_OPENAI = ("ignore_eos",)
+_OPTIONAL_FIELDS = ("ignore_eos",)
 
 
 @dataclass
@@ -71,13 +71,13 @@ class StreamedAnswer:
     def gaps_between(self, begun_s: float, ended_s: float) -> list[tuple[float, str]]:
         """The gaps that overlap this time (values of perf_counter), each with the text that
         followed."""
-        found = []
-        at = self.first_at_s
-        for gap, text in zip(self.gaps_s, self.later, strict=True):
-            if at < ended_s and at + gap > begun_s:
-                found.append((gap, text))
-            at += gap
-        return found
+        gaps = []
+        started_s = self.first_at_s
+        for gap_s, text in zip(self.gaps_s, self.later, strict=True):
+            if started_s < ended_s and started_s + gap_s > begun_s:
+                gaps.append((gap_s, text))
+            started_s += gap_s
+        return gaps
 
     def rate(self, tokens: int) -> float:
         """Return tokens per second after the first event, for an answer of `tokens` tokens.
@@ -85,9 +85,9 @@ class StreamedAnswer:
         An event contains several tokens if drafts were accepted. Infinite if all pieces came at
         once.
         """
-        spent = sum(self.gaps_s)
-        if spent:
-            return (tokens - 1) / spent
+        seconds = sum(self.gaps_s)
+        if seconds:
+            return (tokens - 1) / seconds
         return float("inf")
 
     @property
@@ -104,8 +104,8 @@ class _Reply:
     status: int
     body: bytes
 
-    def excerpt(self, most_chars: int) -> str:
-        return self.body[:most_chars].decode("utf-8", "replace")
+    def excerpt(self, max_chars: int) -> str:
+        return self.body[:max_chars].decode("utf-8", "replace")
 
 
 @dataclass
@@ -130,11 +130,17 @@ class BenchTarget:
         """The address without /v1: llama-server and localllm have their own paths there."""
         return self.url.rstrip("/").removesuffix("/v1")
 
-    def chat(self, messages: Messages, n: int, **more: Any) -> StreamedAnswer:
-        """One greedy streamed chat answer of at most `n` tokens, and of exactly `n` if the server
-        knows ignore_eos. `more`: as `stream` takes it. Raises BackendError."""
-        body = {"messages": messages, "max_tokens": n, "temperature": 0, "ignore_eos": True}
-        return self.stream(body, **more)
+    def chat(self, messages: Messages, max_tokens: int, **options: Any) -> StreamedAnswer:
+        """One greedy streamed chat answer of at most `max_tokens` tokens, and of exactly
+        `max_tokens` if the server knows ignore_eos. `options`: as `stream` takes it. Raises
+        BackendError."""
+        body = {
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        return self.stream(body, **options)
 
     def stream(
         self,
@@ -150,24 +156,24 @@ class BenchTarget:
         BackendError if the reply is no text.
         """
         path = "/completions" if "prompt" in body else "/chat/completions"
-        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        stream_options = {"stream": True, "stream_options": {"include_usage": True}}
         while True:
-            sent = {name: value for name, value in body.items() if name not in self.refused}
-            sent = {"model": self.model, **sent, **streamed}
-            started = time.perf_counter()
+            fields = {name: value for name, value in body.items() if name not in self.refused}
+            fields = {"model": self.model, **fields, **stream_options}
+            started_s = time.perf_counter()
             try:
-                with self._client.stream("POST", self._address(path), json=sent) as response:
+                with self._client.stream("POST", self._address(path), json=fields) as response:
                     if response.status_code == 200:
-                        return _read(self.name, response, started, on_piece, stop_after)
-                    reply = _complete(response)
+                        return _read_stream(self.name, response, started_s, on_piece, stop_after)
+                    reply = _read_whole(response)
             except (httpx.HTTPError, ValueError, MalformedError) as e:
-                raise self._no_answer(e) from e
+                raise self._failed(e) from e
             refusal = reply.excerpt(2000)
-            beyond = {name for name in _BEYOND_OPENAI if name in sent and name in refusal}
-            if reply.status not in (400, 422) or not beyond:
+            refused_now = {name for name in _OPTIONAL_FIELDS if name in fields and name in refusal}
+            if reply.status not in (400, 422) or not refused_now:
                 message = f"{self.name} answered {reply.status} to {path}: {refusal[:300]}"
                 raise BackendError(message, hint=self.url)
-            self.refused |= beyond
+            self.refused |= refused_now
 
     def post(self, address: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The JSON object that a POST to `address` (complete) brings. Raises BackendError."""
@@ -175,23 +181,23 @@ class BenchTarget:
 
     def models(self) -> list[str]:
         """The ids of /models; waits for a server that is loading. Raises BackendError."""
-        end_s = time.monotonic() + _LOADING_S
+        deadline_s = time.monotonic() + _LOADING_TIMEOUT_S
         address = self._address("/models")
         reply = self._ask("GET", address)
-        while reply.status == 503 and time.monotonic() < end_s:
+        while reply.status == 503 and time.monotonic() < deadline_s:
             time.sleep(0.1)
             reply = self._ask("GET", address)
         try:
             entries = self._object(address, reply).get("data").items()
             ids = [entry.get("id").text() for entry in entries]
         except MalformedError as e:
-            raise self._no_answer(e) from e
+            raise self._failed(e) from e
         return [model for model in ids if model]
 
-    def wait_ready(self, timeout_s: float = _LOADING_S) -> None:
+    def wait_ready(self, timeout_s: float = _LOADING_TIMEOUT_S) -> None:
         """Wait until the server has answered one token. Raises BackendError if it does not within
         `timeout_s` seconds, and at once if it rejects the request."""
-        end_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": "Hi"}],
@@ -201,12 +207,12 @@ class BenchTarget:
             try:
                 reply = self._ask("POST", self._address("/chat/completions"), body)
             except BackendError:
-                if time.monotonic() > end_s:
+                if time.monotonic() > deadline_s:
                     raise
             else:
                 if reply.status == 200:
                     return
-                if 400 <= reply.status < 500 or time.monotonic() > end_s:
+                if 400 <= reply.status < 500 or time.monotonic() > deadline_s:
                     raise BackendError(
                         f"{self.name} answered {reply.status} to a one-word chat: "
                         f"{reply.excerpt(300)}",
@@ -230,9 +236,9 @@ class BenchTarget:
     def _ask(self, method: str, address: str, body: Mapping[str, Any] | None = None) -> _Reply:
         try:
             with self._client.stream(method, address, json=body) as response:
-                return _complete(response)
+                return _read_whole(response)
         except (httpx.HTTPError, MalformedError) as e:
-            raise self._no_answer(e) from e
+            raise self._failed(e) from e
 
     def _object(self, address: str, reply: _Reply) -> JsonPart:
         """The reply's JSON object. Raises BackendError."""
@@ -240,14 +246,14 @@ class BenchTarget:
         if reply.status != 200:
             raise BackendError(f"{self.name} answered {reply.status} to {path}", hint=self.url)
         try:
-            found = parse(reply.body)
+            body = parse(reply.body)
         except MalformedError as e:
-            raise self._no_answer(e) from e
-        if not isinstance(found.value, dict):
-            raise self._no_answer(found.wrong("an object"))
-        return found
+            raise self._failed(e) from e
+        if not isinstance(body.value, dict):
+            raise self._failed(body.wrong("an object"))
+        return body
 
-    def _no_answer(self, cause: Exception) -> BackendError:
+    def _failed(self, cause: Exception) -> BackendError:
         problem = "did not answer"
         if isinstance(cause, MalformedError):
             problem = "sent a malformed answer"
@@ -255,22 +261,22 @@ class BenchTarget:
         return BackendError(f"{self.name} {problem}: {reason}", hint=self.url)
 
 
-def _complete(response: httpx.Response) -> _Reply:
+def _read_whole(response: httpx.Response) -> _Reply:
     """Read a reply to its end. Raises MalformedError if it is compressed or too large."""
     check_uncompressed(response.headers.get("content-encoding"))
     return _Reply(response.status_code, read(response.iter_bytes()))
 
 
-def _read(
+def _read_stream(
     name: str,
     response: httpx.Response,
-    started: float,
+    started_s: float,
     on_piece: Callable[[int], None] | None,
     stop_after: int | None,
 ) -> StreamedAnswer:
     answer = StreamedAnswer()
-    last = started
-    n = 0
+    last_s = started_s
+    n_pieces = 0
     check_uncompressed(response.headers.get("content-encoding"))
     for chunk in _chunks(response):
         error = chunk.get("error").value
@@ -280,19 +286,19 @@ def _read(
         text = _text(chunk)
         if not text:
             continue
-        now = time.perf_counter()
-        if n:
-            answer.gaps_s.append(now - last)
+        now_s = time.perf_counter()
+        if n_pieces:
+            answer.gaps_s.append(now_s - last_s)
             answer.later.append(text)
         else:
-            answer.ttft_s = now - started
-            answer.first_at_s = now
-        last = now
-        n += 1
+            answer.ttft_s = now_s - started_s
+            answer.first_at_s = now_s
+        last_s = now_s
+        n_pieces += 1
         answer.text += text
         if on_piece is not None:
-            on_piece(n)
-        if n == stop_after:
+            on_piece(n_pieces)
+        if n_pieces == stop_after:
             break
     return answer
 

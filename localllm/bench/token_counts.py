@@ -59,7 +59,7 @@ class TokensRead:
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
-        self._lines: list[list[int]] = []
+        self._read_sequences: list[list[int]] = []
         self.twice = 0
 
     def add(self, messages: Messages, answer: StreamedAnswer) -> None:
@@ -69,14 +69,16 @@ class TokensRead:
         of a prompt does not count: it is always computed, because its logits are needed.
         """
         prompt = list(self._tokens(messages))
-        shared = max((common(prompt, line) for line in self._lines), default=0)
-        known = min(shared, len(prompt) - 1)
-        self.twice += max(0, known - (answer.cached_tokens or 0))
-        answered = [*messages, {"role": "assistant", "content": answer.text}]
-        self._lines += [prompt, list(self._tokens(answered))]
+        n_shared = max(
+            (common_prefix_length(prompt, sequence) for sequence in self._read_sequences), default=0
+        )
+        n_known = min(n_shared, len(prompt) - 1)
+        self.twice += max(0, n_known - (answer.cached_tokens or 0))
+        with_answer = [*messages, {"role": "assistant", "content": answer.text}]
+        self._read_sequences += [prompt, list(self._tokens(with_answer))]
 
 
-def common(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
     """The length of the common prefix in tokens."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
@@ -91,16 +93,16 @@ def templated_tokens(targets: Sequence[BenchTarget]) -> Tokens | None:
     question: Messages = [{"role": "user", "content": "Hi"}]
     for target in targets:
         try:
-            _templated(target, question)
+            _templated_tokens(target, question)
         except BackendError:
             continue
-        return partial(_templated, target)
+        return partial(_templated_tokens, target)
     return None
 
 
-def _templated(target: BenchTarget, messages: Messages) -> list[int]:
-    asked = messages[-1]["role"] != "assistant"
-    body = {"messages": messages, "add_generation_prompt": asked}
+def _templated_tokens(target: BenchTarget, messages: Messages) -> list[int]:
+    ends_with_question = messages[-1]["role"] != "assistant"
+    body = {"messages": messages, "add_generation_prompt": ends_with_question}
     prompt = target.post(f"{target.root}/apply-template", body).get("prompt", "")
     return tokenized(target, str(prompt))
 
@@ -109,10 +111,10 @@ def tokenized(target: BenchTarget, text: str, *, special: bool = True) -> list[i
     """The tokens of `text`. With `special`, control tokens are parsed and the tokens that begin a
     prompt are added. Raises BackendError if the server has no endpoint for its tokenizer."""
     body = {"content": text, "add_special": special, "parse_special": special}
-    found = target.post(f"{target.root}/tokenize", body).get("tokens")
-    if not isinstance(found, list):
+    tokens = target.post(f"{target.root}/tokenize", body).get("tokens")
+    if not isinstance(tokens, list):
         raise BackendError(f"{target.name} does not offer its tokenizer")
-    return found
+    return tokens
 
 
 def _offers_tokenizer(target: BenchTarget) -> bool:

@@ -88,7 +88,7 @@ class _Replay:
         self._callers: dict[str, _Unit] = {}
         # of the kept messages; only the newest turn has passing tokens
         self._tokens = self._passing = 0
-        self._at_head = True
+        self._is_at_head = True
         self.dropped: set[int] = set()
 
     def next_to_drop(self) -> list[_Unit]:
@@ -105,11 +105,11 @@ class _Replay:
     def add(self, index: int, message: Mapping[str, Any], cost: MessageCost) -> None:
         """Add one message, and drop others if it exceeds the budget."""
         if message["role"] == "system":
-            if not self._at_head:  # the fixed part contains those at the head
+            if not self._is_at_head:  # the fixed part contains those at the head
                 self._fixed += cost.tokens
-                self._make_room()
+                self._drop_until_fits()
             return
-        self._at_head = False
+        self._is_at_head = False
         unit = self._unit_for(message)
         unit.indices.append(index)
         for call in message.get("tool_calls", ()):
@@ -121,7 +121,7 @@ class _Replay:
         unit.passing += cost.passing
         self._tokens += cost.tokens
         self._passing += cost.passing
-        self._make_room()
+        self._drop_until_fits()
 
     def _unit_for(self, message: Mapping[str, Any]) -> _Unit:
         role = message["role"]
@@ -139,20 +139,20 @@ class _Replay:
         self._kept.append(_Unit(self._turn, asks))
         return self._kept[-1]
 
-    def _make_room(self) -> None:
+    def _drop_until_fits(self) -> None:
         if self._fixed + self._tokens + self._passing <= self._budget:
             return
         goal = int(KEEP * max(0, self._budget - self._fixed))
-        going = self.next_to_drop()
-        while going and self._tokens + self._passing > goal:
-            for unit in going:
+        dropping = self.next_to_drop()
+        while dropping and self._tokens + self._passing > goal:
+            for unit in dropping:
                 unit.dropped = True
                 self.dropped.update(unit.indices)
                 self._tokens -= unit.tokens
                 if unit.turn == self._turn:
                     self._passing -= unit.passing
             self._kept = [unit for unit in self._kept if not unit.dropped]
-            going = self.next_to_drop()
+            dropping = self.next_to_drop()
 
 
 def compact(
@@ -186,24 +186,24 @@ def _with_notes(
     messages: Sequence[Mapping[str, Any]], dropped: frozenset[int]
 ) -> list[dict[str, Any]]:
     messages_with_notes: list[dict[str, Any]] = []
-    spoken: dict[str, Any] | None = None  # the last kept message other than a system message
-    missing = 0
+    last_kept: dict[str, Any] | None = None  # the last kept message other than a system message
+    n_missing = 0
     for i, message in enumerate(messages):
         if i in dropped:
-            missing += 1
+            n_missing += 1
             continue
-        plain = dict(message)
-        messages_with_notes.append(plain)
-        if plain["role"] == "system":
+        copy = dict(message)
+        messages_with_notes.append(copy)
+        if copy["role"] == "system":
             continue
-        if missing and plain["role"] == "user":
-            plain["content"] = f"{note(missing)}\n\n{plain['content']}"
-            missing = 0
-        elif missing and spoken is None:
-            messages_with_notes.insert(-1, {"role": "user", "content": note(missing)})
-            missing = 0
-        elif missing and spoken is not None and spoken["role"] == "user":
-            spoken["content"] = f"{spoken['content']}\n\n{note(missing)}"
-            missing = 0
-        spoken = plain
+        if n_missing and copy["role"] == "user":
+            copy["content"] = f"{note(n_missing)}\n\n{copy['content']}"
+            n_missing = 0
+        elif n_missing and last_kept is None:
+            messages_with_notes.insert(-1, {"role": "user", "content": note(n_missing)})
+            n_missing = 0
+        elif n_missing and last_kept is not None and last_kept["role"] == "user":
+            last_kept["content"] = f"{last_kept['content']}\n\n{note(n_missing)}"
+            n_missing = 0
+        last_kept = copy
     return messages_with_notes

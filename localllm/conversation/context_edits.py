@@ -52,10 +52,10 @@ class AppliedEdit:
 
 
 # Fields of a tool message that belong to the result.
-_OF_RESULT = ("images", "sounds", "pdfs")
+_RESULT_FIELDS = ("images", "sounds", "pdfs")
 
 
-def _calls(messages: Messages) -> dict[int, Mapping[str, Any]]:
+def _answered_calls(messages: Messages) -> dict[int, Mapping[str, Any]]:
     """The calls by the index of the message with their result."""
     calls: dict[str, Mapping[str, Any]] = {}
     answered = {}
@@ -70,7 +70,7 @@ def _calls(messages: Messages) -> dict[int, Mapping[str, Any]]:
 
 def tool_uses(messages: Messages) -> int:
     """The number of calls that have a result."""
-    return len(_calls(messages))
+    return len(_answered_calls(messages))
 
 
 def clear_tool_results(
@@ -85,17 +85,17 @@ def clear_tool_results(
     The newest `keep` results stay, and those of the tools in `exclude`. `inputs`: the calls' arguments
     are left out too, all or those of the named tools.
     """
-    calls = _calls(messages)
+    calls = _answered_calls(messages)
     stale = [*calls][: max(0, len(calls) - keep)]
     edited = [dict(message) for message in messages]
     cleared: list[Mapping[str, Any]] = []
     for i in stale:
         function = calls[i]["function"]
-        line = f"[The result of {call_line(function)} was left out]"
-        if function["name"] in exclude or len(edited[i]["content"]) <= len(line):
+        note = f"[The result of {call_line(function)} was left out]"
+        if function["name"] in exclude or len(edited[i]["content"]) <= len(note):
             continue
-        edited[i] = {k: v for k, v in edited[i].items() if k not in _OF_RESULT}
-        edited[i]["content"] = line
+        edited[i] = {k: v for k, v in edited[i].items() if k not in _RESULT_FIELDS}
+        edited[i]["content"] = note
         cleared.append(calls[i])
     _clear_inputs(edited, cleared, inputs)
     return edited, len(cleared)
@@ -123,17 +123,17 @@ def clear_reasoning(messages: Messages, keep: int) -> tuple[list[dict[str, Any]]
     """`messages` without the reasoning of earlier turns, and the number of turns that had some. The
     newest `keep` turns with reasoning stay. A turn is what the assistant wrote after one
     question."""
-    turn = 0
-    turns: dict[int, int] = {}  # the turn, by the index of each message with reasoning
+    n_questions = 0
+    turn_by_index: dict[int, int] = {}  # the turn, by the index of each message with reasoning
     for i, message in enumerate(messages):
         if message["role"] == "user":
-            turn += 1
+            n_questions += 1
         elif message.get("reasoning_content"):
-            turns[i] = turn
-    reasoned = [*dict.fromkeys(turns.values())]
-    stale = set(reasoned[: max(0, len(reasoned) - keep)])
+            turn_by_index[i] = n_questions
+    turns_with_reasoning = [*dict.fromkeys(turn_by_index.values())]
+    stale = set(turns_with_reasoning[: max(0, len(turns_with_reasoning) - keep)])
     edited = [dict(message) for message in messages]
-    for i, of_turn in turns.items():
-        if of_turn in stale:
+    for i, turn_of_message in turn_by_index.items():
+        if turn_of_message in stale:
             del edited[i]["reasoning_content"]
     return edited, len(stale)

@@ -18,8 +18,8 @@ from localllm.errors import UnsupportedError
 MAX_BYTES = 20 * 10**6
 _PDF_TYPE = "application/pdf"
 # Some PDFs have a few other bytes before their header.
-_PDF_WITHIN = 1024
-_NAME_LENGTH = 120
+_MAX_PDF_OFFSET = 1024
+_MAX_NAME_CHARS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,32 +41,32 @@ def attached(
     part: Mapping[str, Any], where: str, kind: str, *, in_question: bool
 ) -> str | AttachedPdf:
     """The file in a part of a message: its text, or an AttachedPdf. Raises UnsupportedError."""
-    name, sent, says_pdf = _sent(part)
-    if not sent:
+    name, encoded, declared_pdf = _file_fields(part)
+    if not encoded:
         raise UnsupportedError(
             f"this server does not download {kind} by address or id: send the file in base64"
         )
-    data = _decoded(sent, kind)
-    if data.startswith(b"%PDF-") or (says_pdf and b"%PDF-" in data[:_PDF_WITHIN]):
+    data = _decode_base64(encoded, kind)
+    if data.startswith(b"%PDF-") or (declared_pdf and b"%PDF-" in data[:_MAX_PDF_OFFSET]):
         mark = f"\ue5c8file {hashlib.sha256(data).hexdigest()[:40]}\uf2a9"
         return AttachedPdf(mark, data, name, where, kind, in_question)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         text = "\0"
-    if "\0" in text or says_pdf:
+    if "\0" in text or declared_pdf:
         raise UnsupportedError(
             f"{kind} must be UTF-8 text or PDF, but {name or 'this one'} is neither"
         )
     return fenced(name, text)
 
 
-def _decoded(sent: str, kind: str) -> bytes:
+def _decode_base64(sent_text: str, kind: str) -> bytes:
     """The bytes of a file sent as base64 or as a base64 data URL."""
     is_base64 = True
-    encoded = sent
-    if sent[:5].lower() == "data:":
-        head, comma, encoded = sent.partition(",")
+    encoded = sent_text
+    if sent_text[:5].lower() == "data:":
+        head, comma, encoded = sent_text.partition(",")
         is_base64 = bool(comma) and head.lower().endswith(";base64")
     if len(encoded) > MAX_BYTES * 4 // 3 + 4:
         raise UnsupportedError(f"{kind} may have at most {MAX_BYTES} bytes")
@@ -76,7 +76,7 @@ def _decoded(sent: str, kind: str) -> bytes:
     raise UnsupportedError(f"{kind} must be base64, or a base64 data URL")
 
 
-def _sent(part: Mapping[str, Any]) -> tuple[str, str, bool]:
+def _file_fields(part: Mapping[str, Any]) -> tuple[str, str, bool]:
     """(the file's name, its data as sent or "", True if declared as a PDF).
 
     Reads OpenAI's `file` and `input_file` and Anthropic's `document`.
@@ -86,14 +86,14 @@ def _sent(part: Mapping[str, Any]) -> tuple[str, str, bool]:
     name = fields.get("filename", part.get("filename", part.get("title")))
     if not isinstance(name, str):
         name = ""
-    name = re.sub(r"\s+", " ", name).strip()[:_NAME_LENGTH]
+    name = re.sub(r"\s+", " ", name).strip()[:_MAX_NAME_CHARS]
     data = fields.get("file_data")
     if "file_data" not in fields and fields.get("type") == "base64":
         data = fields.get("data")
     if not isinstance(data, str):
         data = ""
-    says_pdf = data[:40].lower().startswith(f"data:{_PDF_TYPE};")
-    return name, data, says_pdf or fields.get("media_type") == _PDF_TYPE
+    declared_pdf = data[:40].lower().startswith(f"data:{_PDF_TYPE};")
+    return name, data, declared_pdf or fields.get("media_type") == _PDF_TYPE
 
 
 def fenced(name: str, text: str) -> str:

@@ -22,8 +22,8 @@ from localllm.conversation import history_schema, history_search, stored_rows
 from localllm.errors import LocalLLMError, NotFoundError
 
 # Another window may be upgrading the file to a newer schema.
-_OPENING_S = 10.0
-_LOCKED_MS = 500
+_OPENING_TIMEOUT_S = 10.0
+_LOCK_TIMEOUT_MS = 500
 
 
 class HistoryError(
@@ -94,7 +94,7 @@ class History:
             if os.name == "posix":
                 os.chmod(self.path, 0o600)
             self._db = sqlite3.connect(
-                self.path, check_same_thread=False, isolation_level=None, timeout=_OPENING_S
+                self.path, check_same_thread=False, isolation_level=None, timeout=_OPENING_TIMEOUT_S
             )
             self._db.text_factory = _lenient
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -114,7 +114,7 @@ class History:
             history_schema.prepare(self._db)
             # From now on, a user interface waits for calls. Other programs write for milliseconds,
             # and a rejected write can be retried later.
-            self._db.execute(f"PRAGMA busy_timeout = {_LOCKED_MS}")
+            self._db.execute(f"PRAGMA busy_timeout = {_LOCK_TIMEOUT_MS}")
         except (OSError, sqlite3.Error, ValueError, KeyError, TypeError) as e:
             # the last three: unreadable data in an old row
             if hasattr(self, "_db"):
@@ -124,11 +124,11 @@ class History:
     def create(self, title: str, model: str) -> str:
         # Like `secrets`, but without its imports: a chat imports this module at the start.
         conv_id = os.urandom(8).hex()
-        now = time.time()
+        now_s = time.time()
         with self.transaction() as db:
             db.execute(
                 "INSERT INTO conversations VALUES (?, ?, ?, ?, ?, 0, 0)",
-                (conv_id, title, model, now, now),
+                (conv_id, title, model, now_s, now_s),
             )
         return conv_id
 
@@ -149,18 +149,20 @@ class History:
         head). The new turn becomes the conversation's head, unless it is a system prompt. Raises
         TurnGoneError if the parent no longer exists.
         """
-        now = time.time()
+        now_s = time.time()
         with self.transaction() as db:
-            _change(db, _TOUCH, now, conv_id)
+            _update_conversation(db, _SET_UPDATED, now_s, conv_id)
             if parent is None:
                 parent = self._head(db, conv_id)
-            elif parent and not self._has(db, conv_id, parent):
+            elif parent and not self._has_message(db, conv_id, parent):
                 raise TurnGoneError("the turn before this one was removed in another window")
-            message = StoredMessage(0, role, content, reasoning, meta or {}, complete, now)
-            n = self._insert(db, conv_id, parent, message)
+            message = StoredMessage(0, role, content, reasoning, meta or {}, complete, now_s)
+            message_id = self._insert(db, conv_id, parent, message)
             if role != "system":
-                db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (n, conv_id))
-            return n
+                db.execute(
+                    "UPDATE conversations SET head_id = ? WHERE id = ?", (message_id, conv_id)
+                )
+            return message_id
 
     def add(self, conv_id: str, turns: Sequence[StoredMessage]) -> dict[int, int]:
         """Add turns of another conversation atomically, and return the new id of each old one.
@@ -168,17 +170,17 @@ class History:
         They are added in the order of their ids, so parents come before their children. The last
         one becomes the head.
         """
-        places = {0: 0}
+        new_ids = {0: 0}
         with self.transaction() as db:
-            _change(db, _TOUCH, time.time(), conv_id)
+            _update_conversation(db, _SET_UPDATED, time.time(), conv_id)
             head = 0
             for turn in sorted(turns, key=attrgetter("id")):
-                parent = places.get(turn.parent_id, 0)
-                places[turn.id] = self._insert(db, conv_id, parent, turn)
+                parent = new_ids.get(turn.parent_id, 0)
+                new_ids[turn.id] = self._insert(db, conv_id, parent, turn)
                 if turn.role != "system":
-                    head = places[turn.id]
+                    head = new_ids[turn.id]
             db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (head, conv_id))
-        return places
+        return new_ids
 
     def update_partial(
         self,
@@ -203,7 +205,7 @@ class History:
                 " meta = COALESCE(?, meta), complete = ? WHERE id = ?",
                 (content, reasoning, meta_json, int(complete), message_id),
             )
-            _change(db, _TOUCH, time.time(), conv_id)
+            _update_conversation(db, _SET_UPDATED, time.time(), conv_id)
 
     def tree(self, conv_id: str) -> tuple[list[StoredMessage], int]:
         """All messages of all branches by age, and the id of the head (0: the conversation is
@@ -219,16 +221,16 @@ class History:
 
     def messages(self, conv_id: str) -> list[StoredMessage]:
         """The branch that ends at the head, in order, with the system prompts set along it."""
-        everything, head = self.tree(conv_id)
-        by_id = {m.id: m for m in everything}
-        along = {0}
-        while head in by_id and head not in along:
-            along.add(head)
+        all_messages, head = self.tree(conv_id)
+        by_id = {m.id: m for m in all_messages}
+        branch_ids = {0}
+        while head in by_id and head not in branch_ids:
+            branch_ids.add(head)
             head = by_id[head].parent_id
         branch = []
-        for message in everything:
-            place = message.parent_id if message.role == "system" else message.id
-            if place in along:
+        for message in all_messages:
+            turn_id = message.parent_id if message.role == "system" else message.id
+            if turn_id in branch_ids:
                 branch.append(message)
         return branch
 
@@ -248,9 +250,11 @@ class History:
         The order of the list does not change.
         """
         with self.transaction() as db:
-            if message_id and not self._has(db, conv_id, message_id):
+            if message_id and not self._has_message(db, conv_id, message_id):
                 raise TurnGoneError("this turn was removed in another window")
-            _change(db, "UPDATE conversations SET head_id = ? WHERE id = ?", message_id, conv_id)
+            _update_conversation(
+                db, "UPDATE conversations SET head_id = ? WHERE id = ?", message_id, conv_id
+            )
 
     def get(self, conv_id: str) -> ConversationSummary:
         with self._locked("read") as db:
@@ -302,7 +306,7 @@ class History:
     def questions(self, conv_id: str, most_chars: int) -> Sequence[history_search.TurnText]:
         """The first characters of all questions of all branches, oldest first."""
         with self._locked("read") as db:
-            return history_search.beginnings(db, conv_id, most_chars)
+            return history_search.question_beginnings(db, conv_id, most_chars)
 
     def rename(self, conv_id: str, title: str, *, titled: int = 2) -> None:
         """Change the title. `titled` is 1 for a model's title, 2 for a person's.
@@ -311,7 +315,7 @@ class History:
         """
         with self.transaction() as db:
             sql = "UPDATE conversations SET title = ?, titled = ? WHERE id = ?"
-            _change(db, sql, title, titled, conv_id)
+            _update_conversation(db, sql, title, titled, conv_id)
 
     def remove(self, message_id: int) -> int:
         """Remove one turn and all turns after it on any branch. Returns the number of removed
@@ -320,17 +324,17 @@ class History:
         If the head is removed, the parent of the removed turn becomes the head.
         """
         with self.transaction() as db:
-            about = "SELECT conversation_id, parent_id FROM messages WHERE id = ?"
-            conv_id, parent = _row(db, "message", message_id, about)
-            gone = [r[0] for r in db.execute(_BELOW, (message_id, conv_id)).fetchall()]
-            db.executemany("DELETE FROM messages WHERE id = ?", [(n,) for n in gone])
-            if self._head(db, conv_id) in gone:
+            sql = "SELECT conversation_id, parent_id FROM messages WHERE id = ?"
+            conv_id, parent = _row(db, "message", message_id, sql)
+            removed_ids = [r[0] for r in db.execute(_DESCENDANTS, (message_id, conv_id)).fetchall()]
+            db.executemany("DELETE FROM messages WHERE id = ?", [(n,) for n in removed_ids])
+            if self._head(db, conv_id) in removed_ids:
                 db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (parent, conv_id))
-            return len(gone)
+            return len(removed_ids)
 
     def delete(self, conv_id: str) -> None:
         with self.transaction() as db:
-            _change(db, "DELETE FROM conversations WHERE id = ?", conv_id)
+            _update_conversation(db, "DELETE FROM conversations WHERE id = ?", conv_id)
         with suppress(OSError):
             self.facts_path(conv_id).unlink(missing_ok=True)
 
@@ -349,12 +353,19 @@ class History:
         self.close()
 
     @staticmethod
-    def _insert(db: sqlite3.Connection, conv_id: str, parent: int, m: StoredMessage) -> int:
-        values = (conv_id, parent, m.role, m.content, m.reasoning, json.dumps(m.meta))
+    def _insert(db: sqlite3.Connection, conv_id: str, parent: int, message: StoredMessage) -> int:
+        values = (
+            conv_id,
+            parent,
+            message.role,
+            message.content,
+            message.reasoning,
+            json.dumps(message.meta),
+        )
         cursor = db.execute(
             "INSERT INTO messages (conversation_id, parent_id, role, content, reasoning, meta,"
             " complete, created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (*values, int(m.complete), m.created_s),
+            (*values, int(message.complete), message.created_s),
         )
         return int(cursor.lastrowid or 0)
 
@@ -365,19 +376,19 @@ class History:
         return stored_rows.whole_number(_row(db, "conversation", conv_id, sql)[0])
 
     @staticmethod
-    def _has(db: sqlite3.Connection, conv_id: str, message_id: int) -> bool:
-        found = db.execute(
+    def _has_message(db: sqlite3.Connection, conv_id: str, message_id: int) -> bool:
+        cursor = db.execute(
             "SELECT 1 FROM messages WHERE id = ? AND conversation_id = ?", (message_id, conv_id)
         )
-        return found.fetchone() is not None
+        return cursor.fetchone() is not None
 
     @contextmanager
-    def _locked(self, done: str) -> Iterator[sqlite3.Connection]:
+    def _locked(self, action: str) -> Iterator[sqlite3.Connection]:
         with self._lock:
             try:
                 yield self._db
             except sqlite3.Error as e:
-                raise _unusable(self.path, done, e) from e
+                raise _unusable(self.path, action, e) from e
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -389,9 +400,9 @@ class History:
 
 def _message(row: Sequence[Any]) -> StoredMessage:
     """The message in a row, whose columns may be damaged."""
-    n, role, content, reasoning, meta, complete, created_s, parent = row
+    message_id, role, content, reasoning, meta, complete, created_s, parent = row
     return StoredMessage(
-        n,
+        message_id,
         stored_rows.role(role),
         stored_rows.text(content),
         stored_rows.optional_text(reasoning),
@@ -420,7 +431,7 @@ def _lenient(text: bytes) -> str:
     return text.decode("utf-8", "replace")
 
 
-def _unusable(path: Path, done: str, error: Exception) -> HistoryError:
+def _unusable(path: Path, action: str, error: Exception) -> HistoryError:
     """The error for a file that SQLite can't use. A damaged file has another cause and another way
     out than a full disk."""
     damaged = isinstance(error, sqlite3.DatabaseError) and not isinstance(
@@ -428,9 +439,9 @@ def _unusable(path: Path, done: str, error: Exception) -> HistoryError:
     )
     if not damaged:
         reason = getattr(error, "strerror", None) or error
-        return HistoryError(f"the conversations can't be {done}: {reason} ({path})")
+        return HistoryError(f"the conversations can't be {action}: {reason} ({path})")
     return HistoryError(
-        f"the conversations can't be {done}: {path} is damaged ({error})",
+        f"the conversations can't be {action}: {path} is damaged ({error})",
         hint="put a copy of it back; or move it away, and the chat starts a new one",
     )
 
@@ -439,7 +450,7 @@ def _unknown(kind: str, key: str | int) -> NotFoundError:
     return NotFoundError(f"no {kind} {key!r} in the history")
 
 
-def _change(db: sqlite3.Connection, sql: str, *values: str | float) -> None:
+def _update_conversation(db: sqlite3.Connection, sql: str, *values: str | float) -> None:
     """Change the conversation whose id is the last of `values`. Raises NotFoundError."""
     if db.execute(sql, values).rowcount == 0:
         raise _unknown("conversation", str(values[-1]))
@@ -458,10 +469,10 @@ _SUMMARY = (
     " (SELECT COUNT(*) FROM messages m WHERE m.conversation_id = c.id AND m.role <> 'system'),"
     " c.titled FROM conversations c"
 )
-_TOUCH = "UPDATE conversations SET updated_s = ? WHERE id = ?"
+_SET_UPDATED = "UPDATE conversations SET updated_s = ? WHERE id = ?"
 _NEWEST = " ORDER BY c.updated_s DESC, c.rowid DESC LIMIT ?"
 # UNION without ALL ends the recursion if a row refers to itself or rows form a cycle.
-_BELOW = (
+_DESCENDANTS = (
     "WITH RECURSIVE below(id) AS (SELECT ? UNION SELECT m.id FROM messages m"
     " JOIN below b ON m.parent_id = b.id WHERE m.conversation_id = ? AND m.role <> 'system')"
     " SELECT id FROM below"

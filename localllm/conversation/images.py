@@ -65,16 +65,16 @@ class PreparedMessages:
 
 def attached(part: Mapping[str, Any], where: str, *, in_question: bool) -> AttachedImage:
     """The image in a part of a message, in any dialect's form."""
-    found: Any = part.get("image_url", part.get("source", part.get("image", part.get("url"))))
-    if isinstance(found, Mapping):
-        if found.get("type") == "base64" or "data" in found:
-            found = found.get("data")
+    file: Any = part.get("image_url", part.get("source", part.get("image", part.get("url"))))
+    if isinstance(file, Mapping):
+        if file.get("type") == "base64" or "data" in file:
+            file = file.get("data")
         else:
-            found = found.get("url")
-    return of_file(found, where, in_question=in_question)
+            file = file.get("url")
+    return attached_image(file, where, in_question=in_question)
 
 
-def of_file(file: Any, where: str, *, in_question: bool) -> AttachedImage:
+def attached_image(file: Any, where: str, *, in_question: bool) -> AttachedImage:
     """The image in `file`: base64, or a base64 data URL."""
     data, problem = _without_scheme(file)
     image = AttachedImage(_mark(data or where), data, where, in_question, problem)
@@ -113,10 +113,10 @@ def prepare_media(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> Pre
     """
     prepared = PreparedMessages([])
     for message in messages:
-        plain = dict(message)
-        for sound in plain.pop("sounds", ()):
+        copy = dict(message)
+        for sound in copy.pop("sounds", ()):
             prepared.files[sound.mark] = sounds.SAMPLES + sound.samples
-        for image in plain.pop("images", ()):
+        for image in copy.pop("images", ()):
             if vision and not image.problem:
                 prepared.files[image.mark] = image.file
                 continue
@@ -132,9 +132,9 @@ def prepare_media(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> Pre
                     ),
                 )
             note = f"[{image.problem}]" if vision else NOTE
-            plain["content"] = plain["content"].replace(image.mark, note, 1)
+            copy["content"] = copy["content"].replace(image.mark, note, 1)
             prepared.ignored = ["messages.images"]
-        prepared.messages.append(plain)
+        prepared.messages.append(copy)
     return prepared
 
 
@@ -146,18 +146,18 @@ def images_in_prompt(
     Each `marker` in the text refers to the next of `files`. Raises RequestError.
     """
     parts = text.split(marker)
-    places = len(parts) - 1
-    if places != len(files):
+    n_markers = len(parts) - 1
+    if n_markers != len(files):
         raise RequestError(
-            f"the prompt has {places} markers {marker}, but {where} has {len(files)} images: "
+            f"the prompt has {n_markers} markers {marker}, but {where} has {len(files)} images: "
             "send one image for each marker",
             param=where,
         )
     images = []
-    marked = parts[0]
+    text_with_marks = parts[0]
     for i, file in enumerate(files):
-        image = of_file(file, f"{where}[{i}]", in_question=True)
+        image = attached_image(file, f"{where}[{i}]", in_question=True)
         images.append(image)
-        marked += image.mark + parts[i + 1]
-    prepared = prepare_media([{"content": marked, "images": images}], vision=vision)
-    return marked, prepared.files
+        text_with_marks += image.mark + parts[i + 1]
+    prepared = prepare_media([{"content": text_with_marks, "images": images}], vision=vision)
+    return text_with_marks, prepared.files

@@ -15,7 +15,7 @@ from localllm import paths
 _MAX_FACTS = 100
 _MAX_FACT_CHARS = 300
 _MAX_BYTES = 1_000_000
-_MARKS = ("- ", "* ")
+_LIST_MARKS = ("- ", "* ")
 _HEAD = """\
 # Lasting facts of this conversation
 
@@ -39,19 +39,19 @@ def write_facts(path: Path, facts: Sequence[str]) -> None:
 def split_facts(text: str) -> tuple[tuple[str, ...], str]:
     """The items of the lists in `text`, and the text without them."""
     facts = []
-    rest = []
+    other_lines = []
     for line in text.splitlines():
         item = line.strip()
-        if item.startswith(_MARKS):
+        if item.startswith(_LIST_MARKS):
             facts.append(item[2:].strip()[:_MAX_FACT_CHARS])
         else:
-            rest.append(line)
-    return tuple(fact for fact in facts if fact), "\n".join(rest).strip()
+            other_lines.append(line)
+    return tuple(fact for fact in facts if fact), "\n".join(other_lines).strip()
 
 
 def merged(known: Sequence[str], new: Sequence[str]) -> tuple[str, ...]:
     """Both lists, without repetitions that differ only in case or the last full stop."""
-    found: dict[str, str] = {}
+    facts_by_key: dict[str, str] = {}
     for fact in [*known, *new]:
-        found.setdefault(fact.rstrip(".").casefold(), fact)
-    return tuple(found.values())[:_MAX_FACTS]
+        facts_by_key.setdefault(fact.rstrip(".").casefold(), fact)
+    return tuple(facts_by_key.values())[:_MAX_FACTS]

@@ -18,7 +18,7 @@ Message: TypeAlias = Mapping[str, Any]
 Messages: TypeAlias = Sequence[Message]
 Variables: TypeAlias = dict[str, Any]
 
-_FIRST_CALL_ONLY = ("reasoning_content", "thinking")
+_FIRST_CALL_FIELDS = ("reasoning_content", "thinking")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -27,33 +27,33 @@ def variants(
 ) -> Iterator[tuple[Messages, Variables]]:
     """The conversation as sent with its `tools` (None without tools), then its other variants, each
     once."""
-    tried: list[tuple[Messages, Variables]] = []
+    yielded: list[tuple[Messages, Variables]] = []
     # Later system messages stay in their place, as messages of the user.
     one_system = _merge_equal_roles(_systems_to_user(_merge_equal_roles(messages), first=1))
     no_system = _merge_equal_roles(_systems_to_user(one_system, first=0))
     for turns in (messages, one_system, no_system):
-        for form in _spellings(turns, tools):
-            if form not in tried:
-                tried.append(form)
+        for form in _stricter_forms(turns, tools):
+            if form not in yielded:
+                yielded.append(form)
                 yield form
 
 
-def _spellings(
+def _stricter_forms(
     messages: Messages, tools: Sequence[Mapping[str, Any]] | None
 ) -> Iterator[tuple[Messages, Variables]]:
     """The same turns in increasingly strict forms."""
     yield messages, {"tools": tools}
     completed = _completed_variables(tools)
-    spelt: Messages = with_short_ids(messages)
-    yield spelt, completed
-    steps: tuple[Callable[[Messages], Messages], ...] = (one_call_a_turn, _one_text_before_calls)
+    strict_messages: Messages = with_short_ids(messages)
+    yield strict_messages, completed
+    steps: tuple[Callable[[Messages], Messages], ...] = (one_call_per_turn, _one_text_before_calls)
     for step in steps:
-        spelt = step(spelt)
-        yield spelt, completed
+        strict_messages = step(strict_messages)
+        yield strict_messages, completed
     # These come last. A template that writes arguments with `tojson` would accept texts too, and
     # quote them twice.
     yield _with_text_arguments(with_short_ids(messages)), completed
-    yield _with_text_arguments(spelt), completed
+    yield _with_text_arguments(strict_messages), completed
 
 
 def _completed_variables(tools: Sequence[Mapping[str, Any]] | None) -> Variables:
@@ -94,24 +94,24 @@ def with_short_ids(messages: Messages) -> Messages:
     A result without an id gets the id of the oldest call that has no result yet.
     """
     changed: list[Message] = []
-    waiting: list[str] = []
-    for m in messages:
-        if m.get("tool_calls"):
+    unanswered_ids: list[str] = []
+    for message in messages:
+        if message.get("tool_calls"):
             calls = []
-            for i, call in enumerate(m["tool_calls"]):
+            for i, call in enumerate(message["tool_calls"]):
                 calls.append({**call, "id": _short_id(str(call.get("id") or i))})
-            waiting = [call["id"] for call in calls]
-            m = {**m, "tool_calls": calls}
-        elif m["role"] == "tool":
-            sent = m.get("tool_call_id")
-            if sent or not waiting:
-                identity = _short_id(sent or "0")
+            unanswered_ids = [call["id"] for call in calls]
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            sent_id = message.get("tool_call_id")
+            if sent_id or not unanswered_ids:
+                short_id = _short_id(sent_id or "0")
             else:
-                identity = waiting[0]
-            if identity in waiting:
-                waiting.remove(identity)
-            m = {**m, "tool_call_id": identity}
-        changed.append(m)
+                short_id = unanswered_ids[0]
+            if short_id in unanswered_ids:
+                unanswered_ids.remove(short_id)
+            message = {**message, "tool_call_id": short_id}
+        changed.append(message)
     return changed
 
 
@@ -121,25 +121,31 @@ def _short_id(identity: str) -> str:
     return hashlib.sha256(identity.encode()).hexdigest()[:9]
 
 
-def one_call_a_turn(messages: Messages) -> Messages:
+def one_call_per_turn(messages: Messages) -> Messages:
     """Parallel calls as separate turns of one call, each followed by its own results."""
     split: list[Message] = []
-    at = 0
-    while at < len(messages):
-        message = messages[at]
+    index = 0
+    while index < len(messages):
+        message = messages[index]
         calls = message.get("tool_calls") or ()
         results = []
-        at += 1
-        while at < len(messages) and messages[at]["role"] == "tool":
-            results.append(messages[at])
-            at += 1
+        index += 1
+        while index < len(messages) and messages[index]["role"] == "tool":
+            results.append(messages[index])
+            index += 1
         for call in calls[:-1]:
-            own = _results_of(call, results)
-            results = [r for r in results if not any(r is o for o in own)]
+            own_results = _results_of(call, results)
+            results = [
+                result
+                for result in results
+                if not any(result is own_result for own_result in own_results)
+            ]
             split.append({**message, "tool_calls": [call]})
-            split += own
-            later = {name: v for name, v in message.items() if name not in _FIRST_CALL_ONLY}
-            message = {**later, "content": ""}
+            split += own_results
+            later_fields = {
+                name: value for name, value in message.items() if name not in _FIRST_CALL_FIELDS
+            }
+            message = {**later_fields, "content": ""}
         if calls:
             message = {**message, "tool_calls": [calls[-1]]}
         split.append(message)
@@ -148,29 +154,36 @@ def one_call_a_turn(messages: Messages) -> Messages:
 
 
 def _results_of(call: Mapping[str, Any], results: Messages) -> Messages:
-    own = [r for r in results if r.get("tool_call_id") == call.get("id")]
-    if not own and not any(r.get("tool_call_id") for r in results):
+    own_results = [result for result in results if result.get("tool_call_id") == call.get("id")]
+    if not own_results and not any(result.get("tool_call_id") for result in results):
         return results[:1]  # no result has an id: results are in the order of the calls
-    return own
+    return own_results
 
 
 def _one_text_before_calls(messages: Messages) -> Messages:
     """Reasoning and text before a call as one text, for a template that accepts only one of
     them."""
     changed: list[Message] = []
-    for m in messages:
-        if m.get("tool_calls") and m.get("thinking") and m.get("content"):
-            m = {**m, "thinking": f"{m['thinking']}\n\n{m['content']}", "content": ""}
-        changed.append(m)
+    for message in messages:
+        if message.get("tool_calls") and message.get("thinking") and message.get("content"):
+            message = {
+                **message,
+                "thinking": f"{message['thinking']}\n\n{message['content']}",
+                "content": "",
+            }
+        changed.append(message)
     return changed
 
 
 def _with_text_arguments(messages: Messages) -> Messages:
     changed: list[Message] = []
-    for m in messages:
-        if m.get("tool_calls"):
-            m = {**m, "tool_calls": [_text_call(call) for call in m["tool_calls"]]}
-        changed.append(m)
+    for message in messages:
+        if message.get("tool_calls"):
+            message = {
+                **message,
+                "tool_calls": [_text_call(call) for call in message["tool_calls"]],
+            }
+        changed.append(message)
     return changed
 
 
@@ -184,24 +197,26 @@ def _text_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _systems_to_user(messages: Messages, *, first: int) -> list[Message]:
     changed: list[Message] = []
-    for i, m in enumerate(messages):
-        if i >= first and m["role"] == "system":
-            m = {**m, "role": "user"}
-        changed.append(m)
+    for i, message in enumerate(messages):
+        if i >= first and message["role"] == "system":
+            message = {**message, "role": "user"}
+        changed.append(message)
     return changed
 
 
 def _merge_equal_roles(messages: Messages) -> list[Message]:
     merged: list[Message] = []
-    for m in messages:
+    for message in messages:
         last = merged[-1] if merged else None
-        if last is None or m["role"] != last["role"] or m["role"] == "tool":
-            merged.append(m)
+        if last is None or message["role"] != last["role"] or message["role"] == "tool":
+            merged.append(message)
             continue
-        both = {**last, **m}
-        both["content"] = f"{last.get('content') or ''}\n\n{m.get('content') or ''}".strip()
-        calls = [*(last.get("tool_calls") or ()), *(m.get("tool_calls") or ())]
+        merged_message = {**last, **message}
+        merged_message["content"] = (
+            f"{last.get('content') or ''}\n\n{message.get('content') or ''}".strip()
+        )
+        calls = [*(last.get("tool_calls") or ()), *(message.get("tool_calls") or ())]
         if calls:
-            both["tool_calls"] = calls
-        merged[-1] = both
+            merged_message["tool_calls"] = calls
+        merged[-1] = merged_message
     return merged

@@ -41,7 +41,7 @@ _BINARY_PARTS = {
     **dict.fromkeys(_THOUGHT_PARTS, "thinking"),
 }
 
-_ONE_OF = {"images": "image", "files": "file", "documents": "document"}
+_SINGULAR = {"images": "image", "files": "file", "documents": "document"}
 
 
 @dataclass
@@ -76,10 +76,10 @@ def normalise(messages: Sequence[Any], omitted: list[str] | None = None) -> list
     if not messages:
         raise RequestError("messages is empty: send at least one", param="messages")
     kinds: list[str] = []
-    question = _question(messages)
+    question_index = _question_index(messages)
     plain = [
-        _plain_message(m, f"messages[{i}]", None if i == question else kinds)
-        for i, m in enumerate(messages)
+        _plain_message(message, f"messages[{i}]", None if i == question_index else kinds)
+        for i, message in enumerate(messages)
     ]
     _parse_all_arguments(plain)
     if omitted is not None:
@@ -87,17 +87,17 @@ def normalise(messages: Sequence[Any], omitted: list[str] | None = None) -> list
     return plain
 
 
-def _question(messages: Sequence[Any]) -> int | None:
+def _question_index(messages: Sequence[Any]) -> int | None:
     """The index of the user's newest message, if it is to be answered. System texts may follow
     it."""
-    at = len(messages) - 1
-    while at > 0 and _sent_role(messages[at]) in ("system", "developer"):
-        at -= 1
-    if _sent_role(messages[at]) != "user":
+    index = len(messages) - 1
+    while index > 0 and _sent_role(messages[index]) in ("system", "developer"):
+        index -= 1
+    if _sent_role(messages[index]) != "user":
         return None
-    if at > 0 and _sent_role(messages[at - 1]) in ("tool", "function"):
+    if index > 0 and _sent_role(messages[index - 1]) in ("tool", "function"):
         return None  # many clients send a tool's images in a message with the user's role
-    return at
+    return index
 
 
 def _sent_role(message: Any) -> Any:
@@ -108,18 +108,18 @@ def _plain_message(message: Any, where: str, omitted: list[str] | None) -> dict[
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object with a role and a content", param=where)
     role = _role(message, where)
-    sent = message.get("content")
-    if role == "tool" and isinstance(sent, Mapping):  # a tool's return value, unchanged
-        sent = json.dumps(sent, ensure_ascii=False)
+    sent_content = message.get("content")
+    if role == "tool" and isinstance(sent_content, Mapping):  # a tool's return value, unchanged
+        sent_content = json.dumps(sent_content, ensure_ascii=False)
     thoughts: list[str] = []
-    found = Attachments(thoughts if role == "assistant" else None)
-    texts = [flatten(sent, f"{where}.content", omitted, found)]
-    texts += _ollama_images(message, where, omitted, found)
+    attachments = Attachments(thoughts if role == "assistant" else None)
+    texts = [flatten(sent_content, f"{where}.content", omitted, attachments)]
+    texts += _ollama_images(message, where, omitted, attachments)
     plain: dict[str, Any] = {"role": role, "content": "\n".join(text for text in texts if text)}
     fields: dict[str, Any] = {
-        "images": found.images,
-        "sounds": found.sounds,
-        "pdfs": found.pdfs,
+        "images": attachments.images,
+        "sounds": attachments.sounds,
+        "pdfs": attachments.pdfs,
         "name": _text_of(message, "name"),
     }
     if role == "tool":
@@ -135,13 +135,13 @@ def _plain_message(message: Any, where: str, omitted: list[str] | None) -> dict[
 
 
 def _role(message: Mapping[str, Any], where: str) -> str:
-    sent = message.get("role")
-    if isinstance(sent, str):
-        role = _ALIASES.get(sent, sent)
+    sent_role = message.get("role")
+    if isinstance(sent_role, str):
+        role = _ALIASES.get(sent_role, sent_role)
         if role in ROLES:
             return role
     raise RequestError(
-        f"{where}.role is {_short(sent)}; known roles are system, developer, user, assistant, tool",
+        f"{where}.role is {_short_repr(sent_role)}; known roles are system, developer, user, assistant, tool",
         param=f"{where}.role",
     )
 
@@ -152,32 +152,38 @@ def _text_of(message: Mapping[str, Any], field_name: str) -> str | None:
 
 
 def _ollama_images(
-    message: Mapping[str, Any], where: str, omitted: list[str] | None, found: Attachments
+    message: Mapping[str, Any], where: str, omitted: list[str] | None, attachments: Attachments
 ) -> list[str]:
-    """The marks of the media in Ollama's field `images`. They are added to `found`."""
+    """The marks of the media in Ollama's field `images`. They are added to `attachments`."""
     files = message.get("images") or []
     if not isinstance(files, list):
         files = [files]
     marks = []
     for i, file in enumerate(files):
-        spot = f"{where}.images[{i}]"
-        asked = omitted is None
-        sound = sounds.of_base64(file, spot, in_question=asked) if isinstance(file, str) else None
+        place = f"{where}.images[{i}]"
+        in_question = omitted is None
+        sound = (
+            sounds.attached_if_sound(file, place, in_question=in_question)
+            if isinstance(file, str)
+            else None
+        )
         if sound is not None:
-            found.sounds.append(sound)
+            attachments.sounds.append(sound)
             marks.append(sound.mark)
             continue
-        image = pictures.of_file(file, spot, in_question=asked)
-        found.images.append(image)
+        image = pictures.attached_image(file, place, in_question=in_question)
+        attachments.images.append(image)
         marks.append(image.mark)
     return marks
 
 
 def _reasoning(message: Mapping[str, Any], thoughts: Sequence[str]) -> str | None:
-    named = message.get("reasoning_content") or message.get("reasoning") or message.get("thinking")
-    if not named:
+    field_text = (
+        message.get("reasoning_content") or message.get("reasoning") or message.get("thinking")
+    )
+    if not field_text:
         return "\n".join(thoughts)
-    return named if isinstance(named, str) else None
+    return field_text if isinstance(field_text, str) else None
 
 
 def _reasoning_text(part: Mapping[str, Any]) -> str:
@@ -192,11 +198,11 @@ def flatten(
     content: Any,
     where: str = "content",
     omitted: list[str] | None = None,
-    found: Attachments | None = None,
+    attachments: Attachments | None = None,
 ) -> str:
     """The text of a content: a string, null, or an array of parts.
 
-    `found` receives media and PDFs; marks replace them in the text. A note replaces each
+    `attachments` receives media and PDFs; marks replace them in the text. A note replaces each
     unsupported part, and `omitted` receives its kind. If `omitted` is None, such a part raises
     UnsupportedError.
     """
@@ -206,12 +212,14 @@ def flatten(
         return content
     if not isinstance(content, Sequence):
         raise RequestError(f"{where} must be a string, null or an array of parts", param=where)
-    texts = [_part_text(part, f"{where}[{i}]", omitted, found) for i, part in enumerate(content)]
+    texts = [
+        _part_text(part, f"{where}[{i}]", omitted, attachments) for i, part in enumerate(content)
+    ]
     return "\n".join(text for text in texts if text is not None)
 
 
 def _part_text(
-    part: Any, where: str, omitted: list[str] | None, found: Attachments | None
+    part: Any, where: str, omitted: list[str] | None, attachments: Attachments | None
 ) -> str | None:
     """The text of one part, or its replacement. None for reasoning."""
     if isinstance(part, str):
@@ -228,72 +236,76 @@ def _part_text(
         return text
     name = _BINARY_PARTS.get(kind)
     if name is None:
-        known = ", ".join((*_TEXT_PARTS, *_BINARY_PARTS))
+        known_types = ", ".join((*_TEXT_PARTS, *_BINARY_PARTS))
         raise UnsupportedError(
-            f"{where}.type {_short(kind)} is not supported; known: {known}", param=where
+            f"{where}.type {_short_repr(kind)} is not supported; known: {known_types}", param=where
         )
-    if found is not None:
-        if kind in _THOUGHT_PARTS and found.thoughts is not None:
-            found.thoughts.append(_reasoning_text(part))
+    if attachments is not None:
+        if kind in _THOUGHT_PARTS and attachments.thoughts is not None:
+            attachments.thoughts.append(_reasoning_text(part))
             return None
         if kind in pictures.KINDS:
-            found.images.append(pictures.attached(part, where, in_question=omitted is None))
-            return found.images[-1].mark
+            attachments.images.append(pictures.attached(part, where, in_question=omitted is None))
+            return attachments.images[-1].mark
         if kind in sounds.KINDS:
-            found.sounds.append(sounds.attached(part, where, in_question=omitted is None))
-            return found.sounds[-1].mark
+            attachments.sounds.append(sounds.attached(part, where, in_question=omitted is None))
+            return attachments.sounds[-1].mark
         if name in ("files", "documents"):
-            return _file(part, name, where, omitted, found)
+            return _file(part, name, where, omitted, attachments)
     refused = f"this model does not support {name}"
     return _omit(name, where, omitted, refused, f"this server does not support {name} yet")
 
 
 def _file(
-    part: Mapping[str, Any], plural: str, where: str, omitted: list[str] | None, found: Attachments
+    part: Mapping[str, Any],
+    kind: str,
+    where: str,
+    omitted: list[str] | None,
+    attachments: Attachments,
 ) -> str:
     """The text that replaces a file.
 
     Raises UnsupportedError if the file belongs to the turn to be answered and can't be read.
     """
     try:
-        file = documents.attached(part, where, plural, in_question=omitted is None)
+        file = documents.attached(part, where, kind, in_question=omitted is None)
     except UnsupportedError as e:
-        return _omit(plural, where, omitted, e.message, e.message)
+        return _omit(kind, where, omitted, e.message, e.message)
     if isinstance(file, str):
         return file
-    found.pdfs.append(file)
+    attachments.pdfs.append(file)
     return file.mark
 
 
-def _omit(kind: str, where: str, omitted: list[str] | None, refused: str, why: str) -> str:
+def _omit(kind: str, where: str, omitted: list[str] | None, error: str, reason: str) -> str:
     """The note to the model that replaces an unsupported part.
 
-    Raises UnsupportedError with the reason `refused` if `omitted` is None.
+    Raises UnsupportedError with the reason `error` if `omitted` is None.
     """
     if omitted is None:
-        raise UnsupportedError(f"{where}: {refused}", param=where)
+        raise UnsupportedError(f"{where}: {error}", param=where)
     omitted.append(kind)
-    return f"[{_ONE_OF.get(kind, kind)} omitted: {why}]"
+    return f"[{_SINGULAR.get(kind, kind)} omitted: {reason}]"
 
 
 def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    sent = message.get("tool_calls")
-    if sent is None:
-        older = message.get("function_call")
-        sent = [{"function": older}] if isinstance(older, Mapping) else []
-    if not isinstance(sent, Iterable) or isinstance(sent, (str, bytes, Mapping)):
+    sent_calls = message.get("tool_calls")
+    if sent_calls is None:
+        function_call = message.get("function_call")
+        sent_calls = [{"function": function_call}] if isinstance(function_call, Mapping) else []
+    if not isinstance(sent_calls, Iterable) or isinstance(sent_calls, (str, bytes, Mapping)):
         raise RequestError(f"{where}.tool_calls must be an array", param=f"{where}.tool_calls")
     calls = []
-    for i, call in enumerate(sent):
-        spot = f"{where}.tool_calls[{i}]"
+    for i, call in enumerate(sent_calls):
+        place = f"{where}.tool_calls[{i}]"
         function = _function(call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestError(f"{spot}.function needs a name", param=spot)
+            raise RequestError(f"{place}.function needs a name", param=place)
         call_id = _text_of(call, "id")
         if call_id is None:
             call_id = f"call_{i}"
-        plain = {"name": function["name"], "arguments": function.get("arguments")}
-        calls.append({"id": call_id, "type": "function", "function": plain})
+        plain_function = {"name": function["name"], "arguments": function.get("arguments")}
+        calls.append({"id": call_id, "type": "function", "function": plain_function})
     return calls
 
 
@@ -326,10 +338,12 @@ def _parse_all_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
 
     Raises RequestError if they hold too many values or nest too deeply.
     """
-    functions = [call["function"] for m in messages for call in m.get("tool_calls", ())]
-    sent = [function["arguments"] for function in functions]
+    functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    sent_arguments = [function["arguments"] for function in functions]
     try:
-        check_counts(*(text.encode(errors="replace") for text in sent if isinstance(text, str)))
+        check_counts(
+            *(text.encode(errors="replace") for text in sent_arguments if isinstance(text, str))
+        )
         for function in functions:
             function["arguments"] = parse_arguments(function["arguments"])
             check_depth(function["arguments"])
@@ -350,6 +364,6 @@ def parse_arguments(arguments: Any) -> Any:
     return arguments
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "…"

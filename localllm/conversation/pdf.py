@@ -25,7 +25,7 @@ MAX_PICTURES = 20
 # and at 600 dpi.
 _LIMITS = ChildLimits(cpu_s=20.0, memory_bytes=192 * 2**20, spare_bytes=32 * 2**20)
 # The largest side of a page's picture in pixels. The text of a letter-size page is legible then.
-_PICTURE_SIDE = 1536
+_PICTURE_SIDE_PX = 1536
 _JPEG_QUALITY = 85
 # Longer than the child's CPU limit, because other processes may delay it.
 _TIME_LIMIT_S = 3 * _LIMITS.cpu_s
@@ -61,10 +61,10 @@ def read(data: bytes, *, pictures: bool, time_limit_s: float = _TIME_LIMIT_S) ->
     `pictures` also renders pages without text, for a model with vision.
     """
     child = LimitedChild("localllm.conversation.pdf", _LIMITS)
-    until_s = time.monotonic() + time_limit_s
+    deadline_s = time.monotonic() + time_limit_s
 
     def has_time() -> bool:
-        return time.monotonic() < until_s
+        return time.monotonic() < deadline_s
 
     question = [base64.b64encode(data).decode(), MAX_PICTURES if pictures else 0]
     try:
@@ -102,15 +102,15 @@ def pages_of(data: bytes, pictures: int) -> list[dict[str, str]]:
 
 def _read(document: Any, pictures: int) -> list[dict[str, str]]:
     pages: list[dict[str, str]] = []
-    chars = 0
+    n_chars = 0
     for page in document:
         textpage = page.get_textpage()
         text = textpage.get_text_bounded().replace("\r\n", "\n").replace("\0", "").strip()
         # Broken fonts produce lone surrogates, which can't be encoded.
         text = text.encode("utf-8", "replace").decode()
         textpage.close()
-        chars += len(text)
-        if chars > MAX_CHARS:
+        n_chars += len(text)
+        if n_chars > MAX_CHARS:
             raise ValueError(f"the PDF has more than {MAX_CHARS} characters")
         if text:
             pages.append({"text": text})
@@ -124,7 +124,7 @@ def _read(document: Any, pictures: int) -> list[dict[str, str]]:
 
 
 def _picture(page: Any) -> str:
-    scale = min(4.0, _PICTURE_SIDE / max(*page.get_size(), 1.0))
+    scale = min(4.0, _PICTURE_SIDE_PX / max(*page.get_size(), 1.0))
     buffer = io.BytesIO()
     page.render(scale=scale).to_pil().convert("RGB").save(buffer, "JPEG", quality=_JPEG_QUALITY)
     return base64.b64encode(buffer.getvalue()).decode()

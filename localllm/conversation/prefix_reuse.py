@@ -28,38 +28,40 @@ class ReasoningCache:
     """Reasoning by the answer that followed it. In memory only; the oldest is evicted first."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, str] = OrderedDict()
+        self._reasoning_by_answer: OrderedDict[str, str] = OrderedDict()
         self._chars = 0
 
     def remember(
-        self, asked: str, text: str, calls: Sequence[tuple[str, str]], reasoning: str
+        self, question: str, text: str, calls: Sequence[tuple[str, str]], reasoning: str
     ) -> None:
-        """Keep the `reasoning` of an answer to `asked` (the turn before it).
+        """Keep the `reasoning` of an answer to `question` (the turn before it).
 
         `calls` are the answer's calls as (name, JSON arguments).
         """
         if not reasoning or len(reasoning) > _MAX_CHARS:
             return
-        key = _key(asked, text, calls)
-        self._chars += len(reasoning) - len(self._kept.pop(key, ""))
-        self._kept[key] = reasoning
-        while len(self._kept) > _MAX_ENTRIES or self._chars > _MAX_CHARS:
-            self._chars -= len(self._kept.popitem(last=False)[1])
+        key = _answer_key(question, text, calls)
+        self._chars += len(reasoning) - len(self._reasoning_by_answer.pop(key, ""))
+        self._reasoning_by_answer[key] = reasoning
+        while len(self._reasoning_by_answer) > _MAX_ENTRIES or self._chars > _MAX_CHARS:
+            self._chars -= len(self._reasoning_by_answer.popitem(last=False)[1])
 
     def restore(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages, with known reasoning restored in assistant turns that lack it."""
         restored: list[dict[str, Any]] = []
-        asked = ""
+        question = ""
         for message in messages:
-            plain = dict(message)
-            if plain["role"] == "assistant" and not plain.get("reasoning_content"):
-                functions = [call["function"] for call in plain.get("tool_calls", ())]
+            copy = dict(message)
+            if copy["role"] == "assistant" and not copy.get("reasoning_content"):
+                functions = [call["function"] for call in copy.get("tool_calls", ())]
                 calls = [(function["name"], function["arguments"]) for function in functions]
-                known = self._kept.get(_key(asked, plain["content"], calls))
-                if known is not None:
-                    plain["reasoning_content"] = known
-            asked = plain["content"]
-            restored.append(plain)
+                reasoning = self._reasoning_by_answer.get(
+                    _answer_key(question, copy["content"], calls)
+                )
+                if reasoning is not None:
+                    copy["reasoning_content"] = reasoning
+            question = copy["content"]
+            restored.append(copy)
         return restored
 
 
@@ -71,10 +73,10 @@ def _canonical(arguments: Any) -> str:
     return json.dumps(arguments, sort_keys=True)
 
 
-def _key(asked: str, text: str, calls: Sequence[tuple[str, Any]]) -> str:
-    """The key of an answer to `asked`; `calls` as (name, arguments as an object or JSON)."""
+def _answer_key(question: str, text: str, calls: Sequence[tuple[str, Any]]) -> str:
+    """The key of an answer to `question`; `calls` as (name, arguments as an object or JSON)."""
     plain_calls = [(name, _canonical(arguments)) for name, arguments in calls]
-    key = json.dumps([asked.strip(), text.strip(), plain_calls])
+    key = json.dumps([question.strip(), text.strip(), plain_calls])
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -88,13 +90,13 @@ def without_changing_lines(
 ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """The messages without the lines that agents change with every request, and the lines'
     names."""
-    found: tuple[str, ...] = ()
+    removed_names: tuple[str, ...] = ()
     cleaned: list[dict[str, Any]] = []
     for message in messages:
-        plain = dict(message)
-        if plain["role"] == "system":
-            plain["content"], count = _BILLING.subn("", plain["content"])
+        copy = dict(message)
+        if copy["role"] == "system":
+            copy["content"], count = _BILLING.subn("", copy["content"])
             if count:
-                found = ("billing-header",)
-        cleaned.append(plain)
-    return cleaned, found
+                removed_names = ("billing-header",)
+        cleaned.append(copy)
+    return cleaned, removed_names

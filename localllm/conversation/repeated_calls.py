@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 # So many equal calls in a row are worth a notice.
-NOTED = 3
+MIN_NOTED = 3
 # A call: the tool, its arguments as JSON, its result.
 _Call: TypeAlias = tuple[str, str, str]
 
@@ -32,7 +32,7 @@ def repeated_call(messages: Sequence[Mapping[str, Any]]) -> RepeatedCall | None:
     """
     if not messages or messages[-1]["role"] != "tool":
         return None
-    going: set[_Call] | None = None
+    repeated: set[_Call] | None = None
     times = 0
     results: dict[str, str] = {}
     for message in reversed(messages):
@@ -42,14 +42,14 @@ def repeated_call(messages: Sequence[Mapping[str, Any]]) -> RepeatedCall | None:
             continue
         calls = {_call(call, results) for call in message["tool_calls"]}
         results = {}
-        still = calls if going is None else calls & going
-        if not still:
+        in_both = calls if repeated is None else calls & repeated
+        if not in_both:
             break
-        going = still
+        repeated = in_both
         times += 1
-    if times < NOTED or not going:
+    if times < MIN_NOTED or not repeated:
         return None
-    return RepeatedCall(min(going)[0], times)
+    return RepeatedCall(min(repeated)[0], times)
 
 
 def _call(call: Mapping[str, Any], results: Mapping[str, str]) -> _Call:

@@ -28,7 +28,7 @@ from localllm.grammars.markers import (
 
 # "<|" at the end of an answer may be an operator of a programming language. A longer partial marker
 # is not.
-_BRACKETS = 2
+_MAX_SHOWN_PARTIAL = 2
 
 
 class ReplyParser:
@@ -41,7 +41,7 @@ class ReplyParser:
     def __init__(self, format: ReplyFormat) -> None:  # noqa: A002 - the word of the trade
         self._format = format
         self._thinking = format.thinking
-        self._thought = format.thinking
+        self._has_reasoned = format.thinking
         self._pending = format.lead
         self._reader: CallReader | None = None  # reads anything open other than text
         self._one_call = not format.parallel
@@ -59,8 +59,8 @@ class ReplyParser:
                 self._ends.add(str(drop))
         self._ended = False
         # the current section is still empty: its leading newlines are separators
-        self._fresh = True
-        self._shown = ""  # the last character shown
+        self._section_is_empty = True
+        self._last_shown = ""  # the last character shown
         self.calls = 0
 
     @property
@@ -72,10 +72,10 @@ class ReplyParser:
         return self._reader is not None and not isinstance(self._reader, _Skipped | _PossibleCall)
 
     def feed(self, text: str) -> list[Delta]:
-        out: list[Delta] = []
+        deltas: list[Delta] = []
         if not self._ended:
-            self._read(text, out)
-        return out
+            self._read(text, deltas)
+        return deltas
 
     def close(self, cut: bool = False) -> list[Delta]:
         """End of the reply: returns the deltas held back.
@@ -83,77 +83,77 @@ class ReplyParser:
         `cut`: a limit or a stop text ended it, not the model. An incomplete call or marker is then
         dropped.
         """
-        out: list[Delta] = []
+        deltas: list[Delta] = []
         while self._reader is not None:
             reader = self._reader
             self._reader = None
-            self._take(reader.close(cut), out)
-            self._read(reader.rest or "", out)
+            self._pass_on(reader.close(cut), deltas)
+            self._read(reader.rest or "", deltas)
         pending = self._pending
         self._pending = ""
         if self._ended:
-            return out
+            return deltas
         if self._drops or cut:
-            half = partial_marker(pending, self._markers(pending))
-            if half > _BRACKETS:
-                pending = pending[: len(pending) - half].rstrip()
-        if self._thought or self.calls:
+            partial_length = partial_marker(pending, self._markers(pending))
+            if partial_length > _MAX_SHOWN_PARTIAL:
+                pending = pending[: len(pending) - partial_length].rstrip()
+        if self._has_reasoned or self.calls:
             pending = pending.rstrip()
-        self._show(pending, out)
-        return out
+        self._show(pending, deltas)
+        return deltas
 
-    def _read(self, text: str, out: list[Delta]) -> None:
+    def _read(self, text: str, deltas: list[Delta]) -> None:
         """Read on in the current state until no text is left."""
         rest: str | None = text
         while rest is not None and (rest or self._pending):
             if self._reader is not None:
-                self._take(self._reader.feed(rest), out)
+                self._pass_on(self._reader.feed(rest), deltas)
                 rest = self._reader.rest
                 if rest is not None:
                     self._reader = None
             else:
-                rest = self._read_text(self._pending + rest, out)
+                rest = self._read_text(self._pending + rest, deltas)
 
-    def _read_text(self, text: str, out: list[Delta]) -> str | None:
+    def _read_text(self, text: str, deltas: list[Delta]) -> str | None:
         """Show the text before the next marker, and enter the marker.
 
         Returns the text after the marker, or None if there is no marker.
         """
         markers = self._markers(text)
-        at, marker = first_marker(text, markers)
-        keep = partial_marker(text, markers)
-        if marker is not None and longer_may_come(text[at:], marker, markers):
+        marker_start, marker = first_marker(text, markers)
+        n_held_back = partial_marker(text, markers)
+        if marker is not None and longer_may_come(text[marker_start:], marker, markers):
             marker = None
-            keep = len(text) - at
+            n_held_back = len(text) - marker_start
         if marker is None:
             shown = text
             if markers:
                 # Space before a marker belongs to neither side, so it is held back.
-                shown = text[: len(text) - keep].rstrip()
+                shown = text[: len(text) - n_held_back].rstrip()
             self._pending = text[len(shown) :]
-            self._show(shown, out)
+            self._show(shown, deltas)
             return None
         self._pending = ""
-        end = at + len(marker)
-        if self._is_mention(marker, text[:at]):
-            self._show(text[:end], out)
-            return text[end:]
-        before = text[:at].rstrip()
-        self._show(before, out)
-        gap = text[len(before) : at]
-        if not self._thinking or self._fresh or marker not in self._thought_markers:
-            self._enter(marker)
+        marker_end = marker_start + len(marker)
+        if self._is_mention(marker, text[:marker_start]):
+            self._show(text[:marker_end], deltas)
+            return text[marker_end:]
+        before = text[:marker_start].rstrip()
+        self._show(before, deltas)
+        gap = text[len(before) : marker_start]
+        if not self._thinking or self._section_is_empty or marker not in self._thought_markers:
+            self._enter_marker(marker)
         elif self._format.quotable and "\n" not in gap:
-            self._show(gap + marker, out)
+            self._show(gap + marker, deltas)
         else:  # a call's marker after some text of the reasoning
             self._reader = _PossibleCall(self._format, self.calls, gap, marker)
         if self._ended:
             return None
-        return text[end:]
+        return text[marker_end:]
 
     def _is_mention(self, marker: str, before: str) -> bool:
         """True if the text quotes the `marker` of a call."""
-        last = (self._shown + before)[-1:]
+        last = (self._last_shown + before)[-1:]
         is_call = marker in self._format.call_markers
         return is_call and self._format.quotable and last != "" and last in QUOTES
 
@@ -164,13 +164,13 @@ class ReplyParser:
             assert think is not None
             return [think[1], *self._thought_markers, *self._format.ends]
         markers = [*self._format.call_markers, *self._drops, *self._format.ends]
-        if think is not None and (self._drops or self._may_open(text, think[0])):
+        if think is not None and (self._drops or self._may_open_reasoning(text, think[0])):
             markers.append(think[0])
         return markers
 
-    def _may_open(self, text: str, opening: str) -> bool:
+    def _may_open_reasoning(self, text: str, opening: str) -> bool:
         """True if reasoning may begin: its marker counts only at the beginning of the answer."""
-        is_first = not (self._thought or self._shown or self.calls)
+        is_first = not (self._has_reasoned or self._last_shown or self.calls)
         return is_first and may_begin_with(text, opening)
 
     @property
@@ -181,31 +181,35 @@ class ReplyParser:
             return self._format.call_markers
         return ()
 
-    def _enter(self, marker: str) -> None:
+    def _enter_marker(self, marker: str) -> None:
         think = self._format.think
-        was = self._thinking
+        was_thinking = self._thinking
         self._thinking = False
-        self._fresh = True
+        self._section_is_empty = True
         if think is not None and marker == think[0]:
-            self._thinking = self._thought = True
+            self._thinking = self._has_reasoned = True
         elif marker in self._ends:
             self._ended = True
         elif marker in self._ranges:
             self._reader = _Skipped(self._ranges[marker])
-        elif marker not in self._drops and not (was and think is not None and marker == think[1]):
+        elif marker not in self._drops and not (
+            was_thinking and think is not None and marker == think[1]
+        ):
             assert self._format.new_reader is not None
             self._reader = self._format.new_reader(self.calls, marker)
 
-    def _show(self, text: str, out: list[Delta]) -> None:
-        if self._fresh and (self._thinking or self._thought or self.calls or self._drops):
+    def _show(self, text: str, deltas: list[Delta]) -> None:
+        if self._section_is_empty and (
+            self._thinking or self._has_reasoned or self.calls or self._drops
+        ):
             text = text.lstrip()
         if not text:
             return
-        self._fresh = False
-        self._shown = text[-1]
-        out.append(ReasoningText(text) if self._thinking else Content(text))
+        self._section_is_empty = False
+        self._last_shown = text[-1]
+        deltas.append(ReasoningText(text) if self._thinking else Content(text))
 
-    def _take(self, deltas: list[Delta], out: list[Delta]) -> None:
+    def _pass_on(self, deltas: list[Delta], out: list[Delta]) -> None:
         for delta in deltas:
             if isinstance(delta, CallStart):
                 self.calls = delta.index + 1
@@ -220,12 +224,12 @@ class _Skipped(CallReader):
 
     def __init__(self, closing: str) -> None:
         self._closing = closing
-        self._held = ""
+        self._buffered = ""
 
     def feed(self, text: str) -> list[Delta]:
-        before, found, rest = (self._held + text).partition(self._closing)
-        self._held = before[-len(self._closing) :]
-        self.rest = rest if found else None
+        before, closing, rest = (self._buffered + text).partition(self._closing)
+        self._buffered = before[-len(self._closing) :]
+        self.rest = rest if closing else None
         return []
 
     def close(self, cut: bool) -> list[Delta]:
@@ -241,32 +245,32 @@ class _PossibleCall(CallReader):
     then shown, and the rest is read again.
     """
 
-    def __init__(self, reply: ReplyFormat, calls: int, gap: str, opened: str) -> None:
-        """`opened` is the marker, `calls` the number of calls before it, `gap` the space before
+    def __init__(self, reply: ReplyFormat, calls: int, gap: str, marker: str) -> None:
+        """`marker` is the marker, `calls` the number of calls before it, `gap` the space before
         it."""
         assert reply.think is not None
-        outside = replace(reply, think=None, thinking=False, parallel=True, lead="")
-        self._parser = ReplyParser(outside)
+        without_reasoning = replace(reply, think=None, thinking=False, parallel=True, lead="")
+        self._parser = ReplyParser(without_reasoning)
         self._parser.calls = calls
         self._closing = reply.think[1]
         self._n_read = 0  # of `raw`; a partial closing marker is held back
-        self._closed = self._has_words = False
+        self._has_closed = self._has_text = False
         self._gap = gap
-        self._opened = opened
+        self._marker = marker
         self._raw = ""
         self._deltas: list[Delta] = []
-        self.feed(opened)
+        self.feed(marker)
 
     def feed(self, text: str) -> list[Delta]:
         self._raw += text
         end = self._raw.find(self._closing, self._n_read)
-        self._closed = end >= 0
-        if not self._closed:
+        self._has_closed = end >= 0
+        if not self._has_closed:
             end = len(self._raw) - partial_marker(self._raw, [self._closing])
-        self._keep(self._parser.feed(self._raw[self._n_read : end]))
+        self._collect(self._parser.feed(self._raw[self._n_read : end]))
         self._n_read = end
         rest = self._raw[end + len(self._closing) :]
-        if self._has_words or (self._closed and (self._parser.in_call or rest.strip())):
+        if self._has_text or (self._has_closed and (self._parser.in_call or rest.strip())):
             return self._as_thought()
         return []
 
@@ -274,17 +278,17 @@ class _PossibleCall(CallReader):
         """End of the reply. A call that a cut left incomplete is not shown."""
         if cut:
             return [] if self._parser.in_call else self._deltas
-        if not self._closed:
-            self._keep(self._parser.feed(self._raw[self._n_read :]))
-        self._keep(self._parser.close())
-        if self._has_words or not self._deltas:
+        if not self._has_closed:
+            self._collect(self._parser.feed(self._raw[self._n_read :]))
+        self._collect(self._parser.close())
+        if self._has_text or not self._deltas:
             return self._as_thought()
         return self._deltas
 
-    def _keep(self, deltas: list[Delta]) -> None:
+    def _collect(self, deltas: list[Delta]) -> None:
         self._deltas += deltas
-        self._has_words |= any(isinstance(delta, Content) for delta in deltas)
+        self._has_text |= any(isinstance(delta, Content) for delta in deltas)
 
     def _as_thought(self) -> list[Delta]:
-        self.rest = self._raw[len(self._opened) :]
-        return [ReasoningText(self._gap + self._opened)]
+        self.rest = self._raw[len(self._marker) :]
+        return [ReasoningText(self._gap + self._marker)]

@@ -24,7 +24,7 @@ from localllm.conversation.template import MAX_CHARS, TOO_LONG
 from localllm.limited_child import serve
 
 _REASON_CHARS = 200
-_COMPILED = 32
+_MAX_COMPILED = 32
 
 
 class FailedRenderingError(jinja2.TemplateError):
@@ -85,16 +85,18 @@ def render(
     """
     template = _compiled(source)
     first_error: FailedRenderingError | None = None
-    for variant, own in variants(messages, tools):
+    for variant, variant_variables in variants(messages, tools):
         try:
-            return _written(template, {**own, **variables, "messages": variant})
+            return _render_template(
+                template, {**variant_variables, **variables, "messages": variant}
+            )
         except FailedRenderingError as e:
             first_error = first_error or e
     assert first_error is not None
     raise first_error
 
 
-@functools.lru_cache(maxsize=_COMPILED)
+@functools.lru_cache(maxsize=_MAX_COMPILED)
 def _compiled(source: str) -> jinja2.Template:
     try:
         return TemplateEnvironment().from_string(source)
@@ -106,14 +108,14 @@ def _compiled(source: str) -> jinja2.Template:
         raise FailedRenderingError(f"the model's chat template can't be read: {_reason(e)}") from e
 
 
-def _written(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+def _render_template(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     pieces: list[str] = []
-    chars = 0
+    n_chars = 0
     try:
         # Variants share parts, so a template must not change them.
         for piece in template.generate(_read_only(variables)):
-            chars += len(piece)
-            if chars > MAX_CHARS:
+            n_chars += len(piece)
+            if n_chars > MAX_CHARS:
                 raise FailedRenderingError(TOO_LONG)
             pieces.append(piece)
     except (MemoryError, FailedRenderingError):
@@ -128,9 +130,9 @@ def _written(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
 def _read_only(value: Any) -> Any:
     """A copy of `value` with lists that templates can't change."""
     if isinstance(value, Mapping):
-        return {k: _read_only(v) for k, v in value.items()}
+        return {key: _read_only(member) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
-        return _ReadOnlyList(_read_only(v) for v in value)
+        return _ReadOnlyList(_read_only(member) for member in value)
     return value
 
 

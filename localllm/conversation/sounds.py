@@ -38,7 +38,7 @@ _LIMITS = ChildLimits(cpu_s=20.0, memory_bytes=256 * 2**20, nice=5)
 # Longer than the child's CPU limit, because other processes may delay it.
 _TIME_LIMIT_S = 3 * _LIMITS.cpu_s
 # Frames that are decoded at once: a multiple of three, so that each piece has its own base64.
-_PIECE_FRAMES = 3 * 2**14
+_CHUNK_FRAMES = 3 * 2**14
 FORMATS = "WAV, MP3 or FLAC"
 MISSING = "audio support is not installed: pip install 'localllm[audio]'"
 NOTE = "[audio omitted: this model does not support audio]"
@@ -76,27 +76,29 @@ class Sound:
 
 def attached(part: Mapping[str, Any], where: str, *, in_question: bool) -> AttachedSound:
     """The sound in a part of a message: `input_audio` (OpenAI) or `audio_url` (vLLM)."""
-    found: Any = part.get("input_audio", part.get("audio_url"))
-    if isinstance(found, Mapping):
-        found = found.get("data", found.get("url"))
-    data, problem = _decoded(found)
-    return of_file(data, where, in_question=in_question, problem=problem)
+    file: Any = part.get("input_audio", part.get("audio_url"))
+    if isinstance(file, Mapping):
+        file = file.get("data", file.get("url"))
+    data, problem = _decode_base64(file)
+    return attached_sound(data, where, in_question=in_question, problem=problem)
 
 
-def of_base64(file: str, where: str, *, in_question: bool) -> AttachedSound | None:
+def attached_if_sound(file: str, where: str, *, in_question: bool) -> AttachedSound | None:
     """The sound in a file whose kind the client did not name; None if its first bytes are those of
     something else. Ollama's clients send sounds in the field for images."""
     try:
-        begin = base64.b64decode(file[:16], validate=True)
+        first_bytes = base64.b64decode(file[:16], validate=True)
     except (binascii.Error, ValueError):
         return None
-    if not kind_of(begin):
+    if not kind_of(first_bytes):
         return None
-    data, problem = _decoded(file)
-    return of_file(data, where, in_question=in_question, problem=problem)
+    data, problem = _decode_base64(file)
+    return attached_sound(data, where, in_question=in_question, problem=problem)
 
 
-def of_file(data: bytes, where: str, *, in_question: bool, problem: str = "") -> AttachedSound:
+def attached_sound(
+    data: bytes, where: str, *, in_question: bool, problem: str = ""
+) -> AttachedSound:
     """The sound in the bytes of a file."""
     if not problem and len(data) > MAX_BYTES:
         problem = f"the sound has {len(data)} bytes; at most {MAX_BYTES} are allowed"
@@ -105,18 +107,18 @@ def of_file(data: bytes, where: str, *, in_question: bool, problem: str = "") ->
     return AttachedSound(f"\ue5c8sound {name[:40]}\uf2a9", data, where, in_question, problem)
 
 
-def _decoded(sent: Any) -> tuple[bytes, str]:
+def _decode_base64(encoded: Any) -> tuple[bytes, str]:
     """(the file, or the reason why it is missing)."""
-    if not isinstance(sent, str) or not sent:
+    if not isinstance(encoded, str) or not encoded:
         return b"", "the sound is missing: send it in base64"
-    if sent[: len(_DATA)].lower() == _DATA:
-        head, _, sent = sent.partition(",")
+    if encoded[: len(_DATA)].lower() == _DATA:
+        head, _, encoded = encoded.partition(",")
         if not head.lower().endswith(";base64"):
             return b"", "a sound's data URL must be in base64"
-    elif "://" in sent[:64]:
+    elif "://" in encoded[:64]:
         return b"", "this server does not download sounds: send the file in base64"
     try:
-        return base64.b64decode(sent, validate=True), ""
+        return base64.b64decode(encoded, validate=True), ""
     except (binascii.Error, ValueError):
         return b"", "the sound is not valid base64"
 
@@ -137,8 +139,8 @@ def length_s(data: bytes) -> float | None:
     """The length of a sound file in seconds, as it claims; None if it can't be read."""
     if not installed():
         return None
-    found = decode(data, 0)
-    return float(found.samples) if found.samples else None
+    sound = decode(data, 0)
+    return float(sound.samples) if sound.samples else None
 
 
 def decode(data: bytes, rate_hz: int, *, time_limit_s: float = _TIME_LIMIT_S) -> Sound:
@@ -147,10 +149,10 @@ def decode(data: bytes, rate_hz: int, *, time_limit_s: float = _TIME_LIMIT_S) ->
     With a `rate_hz` of 0, the answer is its claimed length in seconds instead of its samples.
     """
     child = LimitedChild("localllm.conversation.sounds", _LIMITS)
-    until_s = time.monotonic() + time_limit_s
+    deadline_s = time.monotonic() + time_limit_s
 
     def has_time() -> bool:
-        return time.monotonic() < until_s
+        return time.monotonic() < deadline_s
 
     try:
         samples = child.ask([base64.b64encode(data).decode(), rate_hz], wanted=has_time)
@@ -196,22 +198,22 @@ def samples_of(data: bytes, rate_hz: int) -> str:
     }
     try:
         info = read_info[kind](data)
-        _check(info.nchannels, info.sample_rate)
+        _check_format(info.nchannels, info.sample_rate)
         if not rate_hz:
             return str(info.duration)
-        pieces = miniaudio.stream_memory(
+        chunks = miniaudio.stream_memory(
             data,
             output_format=miniaudio.SampleFormat.FLOAT32,
             nchannels=1,
             sample_rate=rate_hz,
-            frames_to_read=_PIECE_FRAMES,
+            frames_to_read=_CHUNK_FRAMES,
         )
-        return _encoded(pieces, rate_hz)
+        return _encode_samples(chunks, rate_hz)
     except miniaudio.MiniaudioError as e:
         raise ValueError(f"the sound is damaged: it is no complete {kind.upper()} file") from e
 
 
-def _check(n_channels: int, rate_hz: int) -> None:
+def _check_format(n_channels: int, rate_hz: int) -> None:
     if not 1 <= n_channels <= MAX_CHANNELS:
         raise ValueError(f"the sound has {n_channels} channels; the limit is {MAX_CHANNELS}")
     if not _MIN_RATE_HZ <= rate_hz <= _MAX_RATE_HZ:
@@ -221,23 +223,23 @@ def _check(n_channels: int, rate_hz: int) -> None:
         )
 
 
-def _encoded(pieces: Any, rate_hz: int) -> str:
+def _encode_samples(chunks: Any, rate_hz: int) -> str:
     """Headers may claim any length, so only decoded samples are counted."""
     texts = []
-    rest = array("f")
+    pending = array("f")
     n_samples = 0
-    for piece in pieces:
+    for chunk in chunks:
         # NaN passes comparisons in either direction, but not the sum.
-        if not (min(piece) > -_MAX_SAMPLE and max(piece) < _MAX_SAMPLE and isfinite(sum(piece))):
+        if not (min(chunk) > -_MAX_SAMPLE and max(chunk) < _MAX_SAMPLE and isfinite(sum(chunk))):
             raise ValueError("the sound has samples that are out of range")
-        n_samples += len(piece)
+        n_samples += len(chunk)
         if n_samples > MAX_SECONDS * rate_hz:
             raise ValueError(f"the sound is longer than {MAX_SECONDS // 60} minutes, the limit")
-        rest.extend(piece)
-        whole = len(rest) // 3 * 3
-        texts.append(base64.b64encode(rest[:whole].tobytes()).decode())
-        rest = rest[whole:]
-    texts.append(base64.b64encode(rest.tobytes()).decode())
+        pending.extend(chunk)
+        n_whole = len(pending) // 3 * 3
+        texts.append(base64.b64encode(pending[:n_whole].tobytes()).decode())
+        pending = pending[n_whole:]
+    texts.append(base64.b64encode(pending.tobytes()).decode())
     if n_samples < _MIN_SECONDS * rate_hz:
         raise ValueError(f"the sound is empty or shorter than {_MIN_SECONDS} s")
     return "".join(texts)

@@ -61,12 +61,12 @@ def meta(value: object) -> dict[str, Any]:
         value = json_store.parsed(text(value))
     if not isinstance(value, dict):
         return {}
-    found = {}
+    members = {}
     for name, member in value.items():
-        is_right = _RIGHT.get(name)
-        if is_right is None or is_right(member):
-            found[name] = member
-    return found
+        is_valid = _VALID_MEMBER.get(name)
+        if is_valid is None or is_valid(member):
+            members[name] = member
+    return members
 
 
 def _is_text(value: object) -> bool:
@@ -97,7 +97,7 @@ def _is_call(value: object) -> bool:
 
 
 # The members that the chat reads, with the check of each.
-_RIGHT: Mapping[str, Callable[[object], bool]] = {
+_VALID_MEMBER: Mapping[str, Callable[[object], bool]] = {
     "model": _is_text, "finish_reason": _is_text, "reread_why": _is_text, "typed": _is_text,
     "prompt_tokens": _is_count, "completion_tokens": _is_count, "cached_tokens": _is_count,
     "left_out": _is_count, "reread_tokens": _is_count, "tok_s": _is_figure, "ttft_s": _is_figure,

@@ -15,7 +15,7 @@ from typing import Any
 from localllm import json_store
 
 # Tool calls that are named one by one, the newest ones; the others are only counted.
-_MAX_NAMED = 40
+_MAX_LISTED_CALLS = 40
 _MAX_ARGUMENT_CHARS = 80
 _MAX_QUESTIONS = 64
 _MAX_QUESTION_CHARS = 16_000
@@ -27,19 +27,19 @@ _CONTENT = """\
 Write first the lasting facts, one in each line that begins with "- ": what the user wants and \
 decided, names, numbers, paths and errors that matter later. Write then what is done, and what the \
 next step is. Leave out everything that can be read again from a file or a tool."""
-_WANTED = "Keep in any case: "
-_KNOWN = "These facts are kept already, so do not repeat them:"
+_TO_KEEP = "Keep in any case: "
+_ALREADY_KEPT = "These facts are kept already, so do not repeat them:"
 _CONTINUE = "[Go on with the newest of the user's messages]"
 
 
-def task(wanted: str = "", facts: Sequence[str] = (), content: str = "") -> str:
-    """The request for a summary. `wanted`: what the user wants to keep. `facts`: those that are
+def task(to_keep: str = "", facts: Sequence[str] = (), content: str = "") -> str:
+    """The request for a summary. `to_keep`: what the user wants to keep. `facts`: those that are
     kept already. `content`: a program's own description of the summary."""
     parts = [_STOP, content.strip() or _CONTENT]
-    if wanted.strip():
-        parts.append(f"{_WANTED}{wanted.strip()}")
+    if to_keep.strip():
+        parts.append(f"{_TO_KEEP}{to_keep.strip()}")
     if facts:
-        parts.append("\n".join([_KNOWN, *(f"- {fact}" for fact in facts)]))
+        parts.append("\n".join([_ALREADY_KEPT, *(f"- {fact}" for fact in facts)]))
     return "\n".join(parts)
 
 
@@ -60,9 +60,9 @@ class Summary:
     uncounted: int = 0
     facts: tuple[str, ...] = ()
 
-    def message(self, sent: Collection[str] = (), *, goes_on: bool = False) -> str:
+    def message(self, sent: Collection[str] = (), *, answer_follows: bool = False) -> str:
         """The message that replaces the conversation. `sent`: messages of the user that the client
-        still sends, which are not repeated. `goes_on`: the answer follows at once."""
+        still sends, which are not repeated. `answer_follows`: the answer follows at once."""
         parts = [f"[Earlier messages were replaced by this summary]\n{self.text.strip()}"]
         if self.facts:
             parts.append("\n".join(["[Lasting facts]", *(f"- {fact}" for fact in self.facts)]))
@@ -75,7 +75,7 @@ class Summary:
             if self.uncounted:
                 lines.append(f"and {self.uncounted} earlier calls")
             parts.append("\n".join(lines))
-        if goes_on:
+        if answer_follows:
             parts.append(_CONTINUE)
         return "\n\n".join(parts)
 
@@ -85,13 +85,13 @@ class Summary:
     @classmethod
     def from_json(cls, text: str) -> Summary | None:
         """The summary that `as_json` wrote, or None if `text` is something else."""
-        found = json_store.record(cls, json_store.parsed(text))
-        if found is None:
+        summary = json_store.record(cls, json_store.parsed(text))
+        if summary is None:
             return None
-        lists = (found.questions, found.left_out, found.facts)
+        lists = (summary.questions, summary.left_out, summary.facts)
         if not all(_are_texts(texts) for texts in lists):
             return None
-        return found
+        return summary
 
 
 def _are_texts(value: object) -> bool:
@@ -110,30 +110,30 @@ def left_of(
         if message["role"] == "user":
             questions.append(message["content"])
         lines += (call_line(call["function"]) for call in message.get("tool_calls", ()))
-    newest_lines = lines[-_MAX_NAMED:]
-    kept_questions = tuple(reversed([*_newest(questions, budget_chars)]))
+    newest_lines = lines[-_MAX_LISTED_CALLS:]
+    newest_questions = tuple(reversed([*_newest_questions(questions, budget_chars)]))
     return Summary(
-        "", kept_questions, tuple(newest_lines), uncounted + len(lines) - len(newest_lines)
+        "", newest_questions, tuple(newest_lines), uncounted + len(lines) - len(newest_lines)
     )
 
 
-def written(left: Summary, text: str) -> Summary:
-    """`left` with the model's text."""
-    return replace(left, text=text.strip())
+def written(summary: Summary, text: str) -> Summary:
+    """`summary` with the model's text."""
+    return replace(summary, text=text.strip())
 
 
-def _newest(questions: Sequence[str], budget_chars: int) -> Iterator[str]:
+def _newest_questions(questions: Sequence[str], budget_chars: int) -> Iterator[str]:
     """The newest different messages within the budget, the newest first. The last one may be
     cut."""
-    left = min(budget_chars, _MAX_QUESTION_CHARS)
+    budget_left = min(budget_chars, _MAX_QUESTION_CHARS)
     for question in [*dict.fromkeys(reversed(questions))][:_MAX_QUESTIONS]:
         if not question.strip():
             continue
-        if len(question) > left:
-            if left > len(_CUT):
-                yield question[: left - len(_CUT)] + _CUT
+        if len(question) > budget_left:
+            if budget_left > len(_CUT):
+                yield question[: budget_left - len(_CUT)] + _CUT
             return
-        left -= len(question)
+        budget_left -= len(question)
         yield question
 
 

@@ -32,7 +32,7 @@ DEFAULT_MARKS = ("<|im_end|>", "<|im_start|>")
 
 # Appended to an unfinished answer. The prompt ends at its position in the rendered text. Two
 # private-use characters.
-_CUT = "\ue5c7\uf2a9"
+_CUT_MARK = "\ue5c7\uf2a9"
 
 # More than any context holds, and few enough characters that reading them delays no other request.
 MAX_CHARS = 2**23
@@ -43,7 +43,7 @@ TOO_LONG = (
 _MAX_SOURCE_CHARS = 2**20
 _PROGRAM = "localllm.conversation.sandbox"
 # Keys of a message that no template reads.
-_ATTACHED = ("images", "sounds", "pdfs")
+_ATTACHMENT_FIELDS = ("images", "sounds", "pdfs")
 # CPU time: 20,000 tokens take about 0.01 s (three published templates), so a million fit. Templates
 # need little address space beyond their memory.
 _FIRST_LIMITS = ChildLimits(cpu_s=0.5, memory_bytes=64 * 2**20, spare_bytes=32 * 2**20)
@@ -130,12 +130,16 @@ class ChatTemplate:
 
         Raises TemplateError, or BusyError if a slow template is already running.
         """
-        marks = {"bos_token": self.bos_text, "eos_token": self.eos_text}
+        special_tokens = {"bos_token": self.bos_text, "eos_token": self.eos_text}
         question = {
             "source": self.source,
-            "messages": [self._shown(message) for message in messages],
+            "messages": [self._template_message(message) for message in messages],
             "tools": tools,
-            "variables": {**marks, **kwargs, "add_generation_prompt": add_generation_prompt},
+            "variables": {
+                **special_tokens,
+                **kwargs,
+                "add_generation_prompt": add_generation_prompt,
+            },
         }
         try:
             return str(self._answer(question))
@@ -161,23 +165,23 @@ class ChatTemplate:
 
         It ends with that text, and the turn stays open. Raises TemplateError and BusyError.
         """
-        *before, last = messages
-        text: str = last["content"]
+        *earlier, last_message = messages
+        text: str = last_message["content"]
         try:
-            marked = [*before, {**last, "content": text + _CUT}]
-            whole = self.render(marked, tools=tools, add_generation_prompt=False, **kwargs)
+            marked = [*earlier, {**last_message, "content": text + _CUT_MARK}]
+            rendered = self.render(marked, tools=tools, add_generation_prompt=False, **kwargs)
         except TemplateError:
-            whole = ""
-        head, cut, _ = whole.rpartition(_CUT)
+            rendered = ""
+        head, cut, _ = rendered.rpartition(_CUT_MARK)
         if cut and head.endswith(text):
             return head
         # The template rejects an answer at the end, or changes it. The text is then appended where
         # an answer would begin.
-        return self.render(before, tools=tools, **kwargs) + text
+        return self.render(earlier, tools=tools, **kwargs) + text
 
-    def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _template_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The part of a message that the template sees."""
-        shown = {key: value for key, value in message.items() if key not in _ATTACHED}
+        shown = {key: value for key, value in message.items() if key not in _ATTACHMENT_FIELDS}
         if self._reads_thinking and shown.get("reasoning_content"):
             shown["thinking"] = shown["reasoning_content"]
         return shown
@@ -206,12 +210,12 @@ class ChatTemplate:
                 "the model's slow chat template is rendering another conversation",
                 retry_after_s=2.0,
             )
-        began_s = time.monotonic()
-        own = LimitedChild(_PROGRAM, _LAST_LIMITS)
+        started_s = time.monotonic()
+        separate_process = LimitedChild(_PROGRAM, _LAST_LIMITS)
         try:
-            return own.ask(question)
+            return separate_process.ask(question)
         finally:
-            own.close()
-            if time.monotonic() - began_s <= _SLOW_S:
+            separate_process.close()
+            if time.monotonic() - started_s <= _SLOW_S:
                 self._slow_chars = math.inf
             self._slow_turn.release()

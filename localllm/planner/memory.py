@@ -376,8 +376,8 @@ def _draft_bytes(
 _HEADS_DRAFT_CELLS = 48
 _REWIND_TOKENS = 3
 # Tokens that our llama.cpp backend lets a trained drafter read at once
-# (localllm_backends/llamacpp/trained_drafter.py). The drafter reads the rows of about five of the model's
-# layers.
+# (localllm_backends/llamacpp/trained_drafter.py). The drafter reads the rows of about five of the
+# model's layers.
 _COMPANION_BATCH = 128
 _COMPANION_LAYERS = 5
 # Tokens of a sequence that heads may leave unread, each with a row (backends' draft_head_state.py).

@@ -336,7 +336,7 @@ def test_every_scenario_has_a_meaning_and_a_body() -> None:
     assert set(DEFAULT) <= set(MEANS)
     assert all(callable(getattr(Scenarios, f"run_{name}")) for name in MEANS)
     with pytest.raises(UsageError, match="sinlge"):
-        against.chosen("single,sinlge")
+        against.parse_scenarios("single,sinlge")
 
 
 def test_servers_of_one_machine_have_different_labels_within_80_columns() -> None:

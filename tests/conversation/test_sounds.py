@@ -71,7 +71,10 @@ def test_a_false_length_in_a_sound_file_takes_no_memory() -> None:
     assert "is empty" in sounds.decode(endless, RATE_HZ).problem
     long = b"".join(_SILENCE for _ in range(sounds.MAX_SECONDS * 40))
     assert "longer than 10 minutes" in sounds.decode(long, RATE_HZ).problem
-    assert "at most 25000000" in sounds.of_file(bytes(25_000_001), "here", in_question=True).problem
+    assert (
+        "at most 25000000"
+        in sounds.attached_sound(bytes(25_000_001), "here", in_question=True).problem
+    )
 
 
 def float_wav(*samples: float) -> bytes:

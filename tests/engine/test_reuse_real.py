@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.bench.token_counts import common
+from localllm.bench.token_counts import common_prefix_length
 from localllm.engine.messages import Finish, Sampling, Text
 from localllm.engine.worker.client import WorkerClient, WorkerOptions
 from localllm_backends.contract import LoadSpec
@@ -108,7 +108,7 @@ class Known:
         """Return how many tokens of `prompt` need not be computed again. The last one always is."""
         most = 0
         for line, places in self.lines:
-            shared = min(common(prompt, line), len(prompt) - 1)
+            shared = min(common_prefix_length(prompt, line), len(prompt) - 1)
             most = max(
                 most,
                 shared if places is None else max((p for p in places if p <= shared), default=0),

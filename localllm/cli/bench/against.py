@@ -43,7 +43,7 @@ def compare(
             hint="give one for each, in order",
         )
     if scenarios:
-        names = against.chosen(scenarios)
+        names = against.parse_scenarios(scenarios)
     else:
         names = [*DEFAULT]
         if restarts:

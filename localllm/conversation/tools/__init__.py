@@ -35,7 +35,14 @@ FORMATS = discover()
 
 
 def detect_format(template: str) -> ToolFormat | None:
-    return next((f for f in FORMATS if any(sign in template for sign in f.signs)), None)
+    return next(
+        (
+            tool_format
+            for tool_format in FORMATS
+            if any(sign in template for sign in tool_format.signs)
+        ),
+        None,
+    )
 
 
 def format_for(template: str) -> ToolFormat:
@@ -58,9 +65,9 @@ def reasoning_markers(template: str, style: ToolFormat | None = None) -> tuple[s
     if style is not None and style.think is not None:
         return style.think
     # Tags without a family are tested before and after the tags of families.
-    known = (
+    pairs = (
         ("<think>", "</think>"),
-        *(f.may_think for f in FORMATS if f.may_think is not None),
+        *(tool_format.may_think for tool_format in FORMATS if tool_format.may_think is not None),
         ("<thinking>", "</thinking>"),
     )
-    return next((pair for pair in known if pair[1] in template), None)
+    return next((pair for pair in pairs if pair[1] in template), None)

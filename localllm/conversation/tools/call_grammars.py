@@ -30,9 +30,9 @@ NAME = "\0"
 ANY_NUMBER = "\1"
 KIND = "\2"
 # The Lark of a placeholder that is left open.
-_ANY = {NAME: r"/[^<>\"\s]+/", ANY_NUMBER: "/[0-9]{1,3}/"}
+_ANY_LARK = {NAME: r"/[^<>\"\s]+/", ANY_NUMBER: "/[0-9]{1,3}/"}
 # The types to offer if a schema states no type.
-_KINDS = ("string", "number", "boolean", "null", "object", "array")
+_JSON_TYPES = ("string", "number", "boolean", "null", "object", "array")
 
 
 _ValueOf: TypeAlias = Callable[[Any, Mapping[str, Any]], str]
@@ -77,9 +77,9 @@ class TagGrammar:
     def lark(self, literal: str) -> str:
         """The Lark of `literal`. A placeholder left in it matches any name or number."""
         parts = re.split(f"([{NAME}{ANY_NUMBER}])", literal)
-        return " ".join(_ANY.get(part) or self._fixed(part) for part in parts)
+        return " ".join(_ANY_LARK.get(part) or self._fixed_text(part) for part in parts)
 
-    def _fixed(self, literal: str) -> str:
+    def _fixed_text(self, literal: str) -> str:
         if self.tokens:
             return spelled(literal) or '""'
         if not self.loose:
@@ -112,7 +112,7 @@ class TagGrammar:
         if self.tokens:
             return f"/{pattern}/ {spelled(self.after)}"
         tag, newlines = self._closing()
-        return f"/{pattern}{slashed(re.escape(tag))}/ {self._fixed(newlines)}"
+        return f"/{pattern}{slashed(re.escape(tag))}/ {self._fixed_text(newlines)}"
 
     def free(self) -> str:
         """The rules of any text up to the end of its closing tag."""
@@ -121,7 +121,7 @@ class TagGrammar:
         if self.tokens:
             return f"free: /(?s:.*)/ {spelled(self.after)}"
         tag, newlines = self._closing()
-        return f"free: until {self._fixed(newlines)}\nuntil[suffix={text(tag)}]: /(?s:.*)/"
+        return f"free: until {self._fixed_text(newlines)}\nuntil[suffix={text(tag)}]: /(?s:.*)/"
 
 
 def tagged_calls(
@@ -129,57 +129,59 @@ def tagged_calls(
 ) -> Grammar:
     """The grammar of one call, or of several in a row (`repeat`), followed by `closing`."""
     value = tags.json
-    more: Sequence[str] = ()
+    value_rules: Sequence[str] = ()
     if tags.spelling is not None:
         spelled_values = SpelledValues(tags.spelling)
         value = spelled_values.of
-        more = spelled_values.rules
+        value_rules = spelled_values.rules
     rules: list[str] = []
-    for f, (name, schema) in enumerate(tools):
+    for number, (name, schema) in enumerate(tools):
         parts = [tags.lark(tags.opening(name))]
         if names_all(schema):
-            named: list[tuple[str, bool]] = []
-            for p, (key, described, wanted) in enumerate(parameters(schema)):
-                named.append((f"f{f}_p{p}", wanted))
-                rules.append(f"f{f}_p{p}: {_parameter(tags, value, key, described, schema)}")
-            parts.append(in_any_order(f"f{f}", named, rules))
+            rule_names: list[tuple[str, bool]] = []
+            for parameter_number, (key, described, is_required) in enumerate(parameters(schema)):
+                rule_names.append((f"f{number}_p{parameter_number}", is_required))
+                rules.append(
+                    f"f{number}_p{parameter_number}: {_parameter(tags, value, key, described, schema)}"
+                )
+            parts.append(in_any_order(f"f{number}", rule_names, rules))
         else:
-            parts.append(f"f{f}_any*")
-            rules.append(f"f{f}_any: {_parameter(tags, value, NAME, None, schema)}")
+            parts.append(f"f{number}_any*")
+            rules.append(f"f{number}_any: {_parameter(tags, value, NAME, None, schema)}")
         if tags.end:
             parts.append(tags.lark(tags.end))
-        rules.append(f"f{f}: {' '.join(parts)}")
+        rules.append(f"f{number}: {' '.join(parts)}")
     start = f"start: ({any_of(tools)})"
     if repeat:
         start += "+"
     if closing:
         start += f" {tags.lark(closing)}"
-    return "lark", "\n".join([start, *rules, *more, tags.free()]) + "\n"
+    return "lark", "\n".join([start, *rules, *value_rules, tags.free()]) + "\n"
 
 
 def _parameter(
     tags: TagGrammar, value: _ValueOf, key: str, described: Any, root: Mapping[str, Any]
 ) -> str:
     """The Lark of a parameter: its possible values, grouped by the text before them."""
-    ways: dict[str, list[str]] = {}
+    values_by_lead: dict[str, list[str]] = {}
     options = options_of(described, root)
     if options is None:
-        options = [{"type": kind} for kind in _KINDS]
+        options = [{"type": kind} for kind in _JSON_TYPES]
     for option in options:
         kind = kind_of_option(option)
-        way = ways.setdefault(tags.before_value(key, kind), [])
+        values_of_lead = values_by_lead.setdefault(tags.before_value(key, kind), [])
         if kind != "string":
-            way.append(f"{value(option, root)} {tags.lark(tags.after)}")
+            values_of_lead.append(f"{value(option, root)} {tags.lark(tags.after)}")
         elif "const" in option:
-            way.append(f"{text(option['const'])} {tags.lark(tags.after)}")
+            values_of_lead.append(f"{text(option['const'])} {tags.lark(tags.after)}")
         else:
-            way.append(tags.pattern_text(option) or "free")
+            values_of_lead.append(tags.pattern_text(option) or "free")
     alternatives = []
-    for before, way in ways.items():
-        values = f"({' | '.join(dict.fromkeys(way))})"
-        if "free" in way:  # any text also covers numbers and the like
-            values = "free"
-        alternatives.append(f"{tags.lark(before)} {values}")
+    for lead, values_of_lead in values_by_lead.items():
+        values_text = f"({' | '.join(dict.fromkeys(values_of_lead))})"
+        if "free" in values_of_lead:  # any text also covers numbers and the like
+            values_text = "free"
+        alternatives.append(f"{tags.lark(lead)} {values_text}")
     return " | ".join(alternatives)
 
 
@@ -210,16 +212,16 @@ def listed_calls(
         return values.member(key, value)
 
     rules: list[str] = []
-    for f, (name, schema) in enumerate(tools):
+    for number, (name, schema) in enumerate(tools):
         if names_all(schema):
             members = [
-                (key, parameter(key, values.of(described, schema)), wanted)
-                for key, described, wanted in values.ordered(parameters(schema))
+                (key, parameter(key, values.of(described, schema)), is_required)
+                for key, described, is_required in values.ordered(parameters(schema))
             ]
             body = values.sequence(members)
         else:
-            rules.append(f"f{f}_any: {parameter(None, values.anything())}")
-            body = f"(f{f}_any ({text(spelling.comma)} f{f}_any)*)?"
-        rules.append(f"f{f}: {head(name)} {body} {end}")
-    first = [f"start: {start}", f"call: {any_of(tools)}"]
-    return "lark", "\n".join([*first, *rules, *values.rules]) + "\n"
+            rules.append(f"f{number}_any: {parameter(None, values.anything())}")
+            body = f"(f{number}_any ({text(spelling.comma)} f{number}_any)*)?"
+        rules.append(f"f{number}: {head(name)} {body} {end}")
+    first_rules = [f"start: {start}", f"call: {any_of(tools)}"]
+    return "lark", "\n".join([*first_rules, *rules, *values.rules]) + "\n"

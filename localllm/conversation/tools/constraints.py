@@ -83,11 +83,11 @@ def _marked_call(
         # spell.
         return None
     if style.named_tokens:
-        head = f"{spelled(opening)} {spelled(trigger.lead)}"
+        opening_lark = f"{spelled(opening)} {spelled(trigger.lead)}"
     elif marker_id is not None:
-        head = f"<[{marker_id}]> {_text_or_nothing(trigger.lead)}"
+        opening_lark = f"<[{marker_id}]> {_text_or_nothing(trigger.lead)}"
     else:
-        head = f"{text(opening)} {_text_or_nothing(trigger.lead)}"
+        opening_lark = f"{text(opening)} {_text_or_nothing(trigger.lead)}"
     kind, source = trigger.grammar
     body = "body"
     rules = source.replace("start:", "body:", 1)
@@ -96,7 +96,7 @@ def _marked_call(
         rules = ""
     # A closing marker may be a control token, which text can't spell. The reader does not need it
     # at the reply's end.
-    return f"call_: {head} {body}\n{rules}"
+    return f"call_: {opening_lark} {body}\n{rules}"
 
 
 def _text_or_nothing(lead: str) -> str:
@@ -112,9 +112,9 @@ def forced(style: ToolFormat, tools: Sequence[Tool], choice: Choice) -> tuple[st
     """
     assert style.opening is not None
     key = style.arguments_key
-    wanted = [parameters_of(t) for t in tools if choice.name in (None, parameters_of(t)[0])]
-    if len(wanted) == 1:
-        name, schema = wanted[0]
+    candidates = [parameters_of(t) for t in tools if choice.name in (None, parameters_of(t)[0])]
+    if len(candidates) == 1:
+        name, schema = candidates[0]
         prefix = f'{style.opening}{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
         return prefix, arguments(schema)
-    return style.opening, one_call(wanted, key)
+    return style.opening, one_call(candidates, key)

@@ -14,10 +14,10 @@ from localllm.conversation.tools.schemas import as_object
 _CONTROL = re.compile(r"(<[^<>\s]+>)")
 
 # Up to this number of parameters, the grammar spells out every order.
-_MAX_FREE = 4
+_MAX_IN_ANY_ORDER = 4
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 # Unsupported by a derivative-based matcher: lookaround and backreferences.
-_BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
+_NOT_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
 
 
 def spelled(literal: str) -> str:
@@ -25,7 +25,9 @@ def spelled(literal: str) -> str:
 
     A text can't spell a control token.
     """
-    return " ".join(p if _CONTROL.fullmatch(p) else text(p) for p in _CONTROL.split(literal) if p)
+    return " ".join(
+        part if _CONTROL.fullmatch(part) else text(part) for part in _CONTROL.split(literal) if part
+    )
 
 
 def text(literal: str) -> str:
@@ -40,8 +42,8 @@ def json_value(schema: Mapping[str, Any]) -> str:
 def json_calls(tools: NamedSchemas, before: Callable[[str], str]) -> Grammar:
     """One call: the Lark that `before` returns for its name, then its arguments as JSON."""
     rules = [f"start: {any_of(tools)}"]
-    for f, (name, schema) in enumerate(tools):
-        rules.append(f"f{f}: {before(name)} {json_value(as_object(schema))}")
+    for number, (name, schema) in enumerate(tools):
+        rules.append(f"f{number}: {before(name)} {json_value(as_object(schema))}")
     return "lark", "\n".join(rules) + "\n"
 
 
@@ -49,8 +51,10 @@ def any_value(described: Any, schema: Mapping[str, Any]) -> str:
     """A parameter as JSON. References are resolved within `schema`."""
     if not isinstance(described, Mapping):
         return json_value({})
-    shared = {k: schema[k] for k in ("$defs", "definitions", "x-guidance") if k in schema}
-    return json_value({**shared, **described})
+    definitions = {
+        key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema
+    }
+    return json_value({**definitions, **described})
 
 
 def full_pattern(described: Mapping[str, Any]) -> str | None:
@@ -60,12 +64,12 @@ def full_pattern(described: Mapping[str, Any]) -> str | None:
     None if the schema has no pattern, or one that grammars do not support.
     """
     pattern = described.get("pattern")
-    if not isinstance(pattern, str) or _BEYOND_REGULAR.search(pattern):
+    if not isinstance(pattern, str) or _NOT_REGULAR.search(pattern):
         return None
-    whole = re.fullmatch(r"\^(?P<body>.*)\$", pattern, re.DOTALL)
-    if whole is None or "|" in re.sub(r"\(.*\)|\\.", "", whole["body"], flags=re.DOTALL):
+    anchored = re.fullmatch(r"\^(?P<body>.*)\$", pattern, re.DOTALL)
+    if anchored is None or "|" in re.sub(r"\(.*\)|\\.", "", anchored["body"], flags=re.DOTALL):
         return None  # ^ and $ belong to one alternative each
-    return f"(?:{slashed(whole['body'])})"
+    return f"(?:{slashed(anchored['body'])})"
 
 
 def slashed(expression: str) -> str:
@@ -74,13 +78,13 @@ def slashed(expression: str) -> str:
     return escaped.replace("\\\n", r"\n").replace("\n", r"\n")
 
 
-def _with_escaped_slash(found: re.Match[str]) -> str:
-    return found[1] or r"\/"
+def _with_escaped_slash(match: re.Match[str]) -> str:
+    return match[1] or r"\/"
 
 
 def any_of(tools: NamedSchemas) -> str:
     """An alternative of the rules f0, f1, …, one per tool."""
-    return " | ".join(f"f{f}" for f in range(len(tools)))
+    return " | ".join(f"f{number}" for number in range(len(tools)))
 
 
 def in_any_order(
@@ -97,31 +101,31 @@ def in_any_order(
     """
     if not named:
         return ""
-    if len(named) > _MAX_FREE:
-        free = [name for name, wanted in named if not wanted]
-        late = ""
-        if len(free) > 1:
-            late = f"({comma} ({' | '.join(free)})){{0,{len(free)}}}"
-        return in_order(prefix, named, rules, comma, late)
-    whole = 2 ** len(named) - 1
-    for left in range(1, whole + 1):
-        ways = []
+    if len(named) > _MAX_IN_ANY_ORDER:
+        optional_names = [name for name, is_required in named if not is_required]
+        optional_at_end = ""
+        if len(optional_names) > 1:
+            optional_at_end = f"({comma} ({' | '.join(optional_names)})){{0,{len(optional_names)}}}"
+        return in_order(prefix, named, rules, comma, optional_at_end)
+    all_remaining = 2 ** len(named) - 1
+    for remaining in range(1, all_remaining + 1):
+        alternatives = []
         may_end = True
-        lead = comma if left < whole else ""
-        for i, (name, wanted) in enumerate(named):
-            if not left >> i & 1:
+        separator = comma if remaining < all_remaining else ""
+        for i, (name, is_required) in enumerate(named):
+            if not remaining >> i & 1:
                 continue
-            others = left & ~(1 << i)
-            way = f"{lead} {name} "
-            if others:
-                way += f"{prefix}_l{others}"
-            ways.append(way)
-            if wanted:
+            after_this = remaining & ~(1 << i)
+            alternative = f"{separator} {name} "
+            if after_this:
+                alternative += f"{prefix}_l{after_this}"
+            alternatives.append(alternative)
+            if is_required:
                 may_end = False
         if may_end:
-            ways.append("")
-        rules.append(f"{prefix}_l{left}: {' | '.join(ways)}")
-    return f"{prefix}_l{whole}"
+            alternatives.append("")
+        rules.append(f"{prefix}_l{remaining}: {' | '.join(alternatives)}")
+    return f"{prefix}_l{all_remaining}"
 
 
 def in_order(
@@ -129,19 +133,22 @@ def in_order(
     named: Sequence[tuple[str, bool]],
     rules: list[str],
     comma: str = "",
-    late: str = "",
+    optional_at_end: str = "",
 ) -> str:
-    """Like `in_any_order`, but in the given order, with `late` after the last parameter."""
+    """Like `in_any_order`, but in the given order, with `optional_at_end` after the last
+    parameter."""
     if not comma:
-        return " ".join([*(name if wanted else f"{name}?" for name, wanted in named), late])
+        return " ".join(
+            [*(name if is_required else f"{name}?" for name, is_required in named), optional_at_end]
+        )
     # A parameter has a comma only if another one precedes it.
-    for i, (name, wanted) in enumerate(named):
-        first = f"{prefix}_first{i}: {name} {prefix}_more{i + 1}"
-        more = f"{prefix}_more{i}: {comma} {name} {prefix}_more{i + 1}"
-        if not wanted:
-            first += f" | {prefix}_first{i + 1}"
-            more += f" | {prefix}_more{i + 1}"
-        rules += [first, more]
+    for i, (name, is_required) in enumerate(named):
+        first_rule = f"{prefix}_first{i}: {name} {prefix}_more{i + 1}"
+        further_rule = f"{prefix}_more{i}: {comma} {name} {prefix}_more{i + 1}"
+        if not is_required:
+            first_rule += f" | {prefix}_first{i + 1}"
+            further_rule += f" | {prefix}_more{i + 1}"
+        rules += [first_rule, further_rule]
     end = len(named)
-    rules += [f'{prefix}_first{end}: ""', f"{prefix}_more{end}: {late or text('')}"]
+    rules += [f'{prefix}_first{end}: ""', f"{prefix}_more{end}: {optional_at_end or text('')}"]
     return f"{prefix}_first0"

@@ -102,11 +102,11 @@ def _text(text: str, at: int) -> tuple[str, int]:
         return text, quoted.end()
 
 
-def _unescaped(found: re.Match[str]) -> str:
-    code = found[1] or found[2] or found[3]
+def _unescaped(match: re.Match[str]) -> str:
+    code = match[1] or match[2] or match[3]
     if code:
         return chr(int(code, 16))
-    return _LETTERS.get(found[0][1:], found[0])
+    return _LETTERS.get(match[0][1:], match[0])
 
 
 def _after_comma(text: str, at: int, closing: str) -> int:

@@ -104,7 +104,7 @@ def _with(message: Mapping[str, Any], attached: AttachedPdf, found: Pdf) -> dict
     pictures = []
     for i, page in enumerate(found.pages):
         if page.picture:
-            picture = images.of_file(
+            picture = images.attached_image(
                 page.picture, f"{attached.where}.page[{i}]", in_question=attached.in_question
             )
             pictures.append(picture)

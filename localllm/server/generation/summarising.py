@@ -148,7 +148,7 @@ async def answer_to_summary(
     receipt = Receipt()
     await summarising.fill(receipt, other_messages, edit.earlier)
     summary = written(receipt.left, text)
-    message = {"role": "user", "content": summary.message(goes_on=True)}
+    message = {"role": "user", "content": summary.message(answer_follows=True)}
     answer = await summarising.make_job(replace(chat, messages=[*head, message]))
     return replace(
         answer,

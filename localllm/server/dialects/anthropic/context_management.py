@@ -176,7 +176,7 @@ def compaction_block(summary: WrittenSummary) -> dict[str, Any]:
     """Return the block with a summary. Its content is null without a summary."""
     content = sealed = None
     if summary.summary is not None:
-        content = summary.summary.message(goes_on=True)
+        content = summary.summary.message(answer_follows=True)
         sealed = seal(summary.summary.as_json(), caller().name)
     return {"type": "compaction", "content": content, "encrypted_content": sealed}
 

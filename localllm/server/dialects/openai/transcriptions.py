@@ -67,7 +67,7 @@ def translate(
             f"{asked} needs times, but models here write text without times",
             hint="use response_format json, text or verbose_json",
         )
-    sound = sounds.of_file(data, "file", in_question=True)
+    sound = sounds.attached_sound(data, "file", in_question=True)
     content = f"{sound.mark}\n{_instruction(fields, task)}"
     messages = [{"role": "user", "content": content, "sounds": [sound]}]
     sampling = replace(Sampling(), temperature=fields.temperature or 0.0)
