@@ -38,7 +38,7 @@ from localllm.conversation.reply import (
 )
 from localllm.conversation.reply_parser import ReplyParser
 from localllm.conversation.template import ChatTemplate
-from localllm.conversation.tools.prompt import Choice, checked
+from localllm.conversation.tools.prompt import Choice, checked_tools
 from localllm.errors import LocalLLMError
 from localllm.server.generation.prompt import ResponseOptions, build_prompt
 
@@ -159,7 +159,7 @@ def read(reply: ReplyFormat, pieces: Sequence[str], cut: bool = False) -> Readin
 
 def _plan(case: Case, source: Path) -> ReplyFormat:
     settings = case.settings
-    tools = checked([tool_of(t) for t in settings.get("tools", ())])
+    tools = checked_tools([tool_of(t) for t in settings.get("tools", ())])
     schema = settings.get("json_schema")
     wishes = ResponseOptions(
         tools=tools,

@@ -25,7 +25,8 @@ from typing import Any
 import llguidance
 from llguidance import LLMatcher, LLTokenizer
 
-from localllm.conversation.tools.schemas import constrainable, one_call, parameters_of
+from localllm.conversation.tools.base import parameters_of
+from localllm.conversation.tools.schemas import constrainable, one_call
 from localllm.errors import UnsupportedError
 from localllm.grammars.json_schema import SPACE, schemas_in
 

@@ -23,7 +23,7 @@ from localllm.cli.own_name import NAME, name_checks
 from localllm.device import backend_view
 from localllm.device.detect import hardware
 from localllm.device.ggml import GgmlBuild
-from localllm.device.health import HealthCheck, judge
+from localllm.device.health import HealthCheck, health_checks
 from localllm.device.probes import health as probe
 from localllm.device.processor_code import processor_checks
 from localllm.device.types import Device
@@ -56,7 +56,13 @@ def all_checks(device: Device) -> list[HealthCheck]:
     installation = name_checks(installing, shutil.which(NAME), Path(sys.prefix))
     cpu_checks = processor_checks(device, facts.llama_cpp)
     kv_types = kv_checks(paths.kv_evidence_dir())
-    return [*judge(device, facts), *cpu_checks, *tokens_of_backends, *installation, *kv_types]
+    return [
+        *health_checks(device, facts),
+        *cpu_checks,
+        *tokens_of_backends,
+        *installation,
+        *kv_types,
+    ]
 
 
 def _other_engines() -> dict[str, str]:

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
 _MIB = 2**20
-_USUAL_UNITS = 68
+_DEFAULT_UNITS = 68
 _MIN_RUNTIME_MIB = 96
 
 Accelerator = Literal["metal", "cuda", "rocm", "vulkan", "sycl", "cpu"]
@@ -56,8 +56,10 @@ class AcceleratorKind(NamedTuple):
 
     def runtime_bytes(self, units: int) -> int:
         """Bytes that the runtime keeps on a card with `units` compute units (0: unknown)."""
-        (few, least_mib), (many, most_mib) = self.runtime_mib
-        mib = least_mib + ((units or _USUAL_UNITS) - few) * (most_mib - least_mib) / (many - few)
+        (min_units, min_mib), (max_units, max_mib) = self.runtime_mib
+        mib = min_mib + ((units or _DEFAULT_UNITS) - min_units) * (max_mib - min_mib) / (
+            max_units - min_units
+        )
         return max(_MIN_RUNTIME_MIB * _MIB if mib else 0, round(mib * _MIB))
 
 
@@ -114,12 +116,12 @@ HIDING_VARIABLES = tuple(chain.from_iterable(kind.hidden_by for kind in KINDS.va
 OTHER_LIBRARIES = ("musa", "opencl")
 
 
-def called(name: str) -> Accelerator | None:
+def kind_of_backend(name: str) -> Accelerator | None:
     """Return the kind that ggml calls `name`, or None for the CPU and its helpers (BLAS)."""
     return next((kind for kind in get_args(Accelerator) if name.lower() in KINDS[kind].ggml), None)
 
 
-def driver(kind: Accelerator, architecture: str) -> Accelerator:
+def driving_kind(kind: Accelerator, architecture: str) -> Accelerator:
     """Return the kind that drives a GPU of this architecture ("8.6", "gfx1100"; "" = unknown).
 
     This is the vendor's own kind. If builds of that kind no longer support the architecture, it is
@@ -130,7 +132,7 @@ def driver(kind: Accelerator, architecture: str) -> Accelerator:
     return kind
 
 
-def rival(kind: Accelerator) -> Accelerator | None:
+def rival_kind(kind: Accelerator) -> Accelerator | None:
     """Return the other kind of a pair whose builds drive the same GPUs, or None.
 
     The planner has to predict which of the two is faster.
@@ -145,9 +147,9 @@ def compiled_in(libraries: str) -> tuple[str, ...]:
 
     `libraries` holds the file names.
     """
-    ours = [
+    kinds = [
         kind
-        for kind, known in KINDS.items()
-        if any(f"ggml-{name}" in libraries for name in known.ggml)
+        for kind, kind_row in KINDS.items()
+        if any(f"ggml-{name}" in libraries for name in kind_row.ggml)
     ]
-    return (*ours, *(name for name in OTHER_LIBRARIES if f"ggml-{name}" in libraries))
+    return (*kinds, *(name for name in OTHER_LIBRARIES if f"ggml-{name}" in libraries))

@@ -43,17 +43,17 @@ def installed_build(*, fresh: bool = False) -> ggml.GgmlBuild | None:
     if not fresh:
         if libraries and not any(compiled_in(name) for name, _, _ in libraries):
             return ggml.GgmlBuild(folder=str(folder.parent))
-        known = _known(cache_file, key)
-        if known is not None:
-            return known
-    build = ask_build()
+        cached_build = _cached_build(cache_file, key)
+        if cached_build is not None:
+            return cached_build
+    build = query_build()
     if not build.failure:
         answer = ggml.to_json(build)
         json_store.keep(cache_file, {"key": key, "asked_s": time.time(), "answer": answer})
     return build
 
 
-def identity() -> str | None:
+def build_identity() -> str | None:
     """Return a key that identifies the build a worker would run, or None without
     llama-cpp-python."""
     folder = library_folder()
@@ -65,9 +65,9 @@ def identity() -> str | None:
 def _libraries(folder: Path) -> list[tuple[str, int, int]]:
     try:
         return sorted(
-            (f.name, f.stat().st_size, f.stat().st_mtime_ns)
-            for f in folder.iterdir()
-            if f.is_file()
+            (file.name, file.stat().st_size, file.stat().st_mtime_ns)
+            for file in folder.iterdir()
+            if file.is_file()
         )
     except OSError:
         return []
@@ -78,7 +78,7 @@ def _key(folder: Path, libraries: list[tuple[str, int, int]]) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def _known(file: Path, key: str) -> ggml.GgmlBuild | None:
+def _cached_build(file: Path, key: str) -> ggml.GgmlBuild | None:
     cached = json_store.read(file)
     try:
         if cached["key"] != key or not 0 <= time.time() - cached["asked_s"] < _MAX_AGE_S:
@@ -95,7 +95,7 @@ def without_gpus(readings: Readings) -> Readings:
     return replace(readings, files=files, outputs=outputs)
 
 
-def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> Device:
+def as_build_uses(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> Device:
     """Return `device` as `build` can use it.
 
     `processor` is the same machine without its GPUs. A Mac is returned unchanged, because MLX uses
@@ -108,12 +108,14 @@ def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> 
         if build.gpus:
             return _from_ggml(device, build)
         return device
-    driver = ggml.driven_by(device, build)
-    if driver != "cpu":
-        driven = tuple(replace(card, accelerator=driver) for card in device.cards)
-        used = replace(device, accelerator=driver, cards=driven)
-        used = _with_all(used, [gpu for gpu in build.gpus if gpu.accelerator == driver])
-        return _limited_to_seen(used, processor.memory, build)
+    driving_kind = ggml.driving_accelerator(device, build)
+    if driving_kind != "cpu":
+        driven_cards = tuple(replace(card, accelerator=driving_kind) for card in device.cards)
+        used_device = replace(device, accelerator=driving_kind, cards=driven_cards)
+        used_device = _with_all_cards(
+            used_device, [gpu for gpu in build.gpus if gpu.accelerator == driving_kind]
+        )
+        return _limited_to_seen(used_device, processor.memory, build)
     message = f"{device.name} is not used, because the installed llama.cpp is a CPU build"
     return replace(
         processor,
@@ -124,7 +126,7 @@ def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> 
     )
 
 
-def _with_all(device: Device, gpus: Sequence[ggml.GgmlDevice]) -> Device:
+def _with_all_cards(device: Device, gpus: Sequence[ggml.GgmlDevice]) -> Device:
     """Return `device` with every card that the build uses.
 
     The build may know more cards: a second card of a kind that Windows' registry lists once, or,
@@ -134,20 +136,22 @@ def _with_all(device: Device, gpus: Sequence[ggml.GgmlDevice]) -> Device:
     own_cards = list(device.cards or (device,))
     if device.kind != "discrete" or len(gpus) <= len(own_cards):
         return device
-    found = []
+    matched_cards = []
     for gpu in sorted(gpus, key=attrgetter("id")):
-        own = next((card for card in own_cards if _same_card(card.name, gpu.description)), None)
-        if own is not None:
-            own_cards.remove(own)
-        found.append(own or _card(replace(device, cards=(), n_gpus=1), gpu))
+        matching_card = next(
+            (card for card in own_cards if _same_card(card.name, gpu.description)), None
+        )
+        if matching_card is not None:
+            own_cards.remove(matching_card)
+        matched_cards.append(matching_card or _card(replace(device, cards=(), n_gpus=1), gpu))
     if own_cards:  # The build does not see one of our cards, so cards cannot be matched.
         return device
-    more = len(found) - max(1, len(device.cards))
-    message = f"{more} more cards were found only by the installed llama.cpp and are included"
-    if more == 1:
+    n_more = len(matched_cards) - max(1, len(device.cards))
+    message = f"{n_more} more cards were found only by the installed llama.cpp and are included"
+    if n_more == 1:
         message = "1 more card was found only by the installed llama.cpp and is included"
     findings = (*device.findings, Finding("info", message))
-    return replace(cards.together(cards.numbered(found)), findings=findings)
+    return replace(cards.combined(cards.numbered(matched_cards)), findings=findings)
 
 
 def _same_card(name: str, description: str) -> bool:
@@ -163,17 +167,17 @@ def _same_card(name: str, description: str) -> bool:
 
 def _card(device: Device, gpu: ggml.GgmlDevice) -> Device:
     """Return a card of `device`'s machine, described by ggml and the table."""
-    total = gpu.memory_total_bytes
-    used = total - min(gpu.memory_free_bytes, total)
-    row = parts_table.by_gpu_name(gpu.description, total)
+    total_bytes = gpu.memory_total_bytes
+    used_bytes = total_bytes - min(gpu.memory_free_bytes, total_bytes)
+    row = parts_table.by_gpu_name(gpu.description, total_bytes)
     card = replace(
         device,
         name=gpu.description or gpu.name,
-        memory=usable.vram(total, used, 0, f"llama.cpp ({gpu.backend})"),
+        memory=usable.vram(total_bytes, used_bytes, 0, f"llama.cpp ({gpu.backend})"),
         **parts_table.facts(row),
     )
     if row is None:
-        bandwidth = parts_table.bandwidth_of_similar("", "", total)
+        bandwidth = parts_table.bandwidth_of_similar("", "", total_bytes)
         return replace(
             card, family=gpu.accelerator, bandwidth_gbps=bandwidth, compute_capability=""
         )
@@ -214,14 +218,14 @@ def _from_ggml(machine: Device, build: ggml.GgmlBuild) -> Device:
         host = machine.memory
         bandwidth = machine.bandwidth_gbps
         discrete = replace(machine, kind="discrete", host=host, host_bandwidth_gbps=bandwidth)
-        return cards.together(cards.numbered([_card(discrete, gpu) for gpu in gpus]))
-    total = sum(gpu.memory_total_bytes for gpu in gpus)
-    free = sum(min(gpu.memory_free_bytes, gpu.memory_total_bytes) for gpu in gpus)
-    # The system's own use is counted in the system's memory account. `total` is all that the driver
-    # lets a program use.
-    memory = usable.vram(total, total - free, 0, f"llama.cpp ({gpus[0].backend})")
-    available = min(free, machine.memory.available_bytes)
-    memory = replace(memory, system_bytes=0, available_bytes=available)
+        return cards.combined(cards.numbered([_card(discrete, gpu) for gpu in gpus]))
+    total_bytes = sum(gpu.memory_total_bytes for gpu in gpus)
+    free_bytes = sum(min(gpu.memory_free_bytes, gpu.memory_total_bytes) for gpu in gpus)
+    # The system's own use is counted in the system's memory account. `total_bytes` is all that the
+    # driver lets a program use.
+    memory = usable.vram(total_bytes, total_bytes - free_bytes, 0, f"llama.cpp ({gpus[0].backend})")
+    available_bytes = min(free_bytes, machine.memory.available_bytes)
+    memory = replace(memory, system_bytes=0, available_bytes=available_bytes)
     return replace(
         machine,
         name=gpus[0].description or gpus[0].name,
@@ -233,11 +237,11 @@ def _from_ggml(machine: Device, build: ggml.GgmlBuild) -> Device:
 
 # The first start of a CUDA or Metal library compiles or unpacks code. After this time we assume
 # that the driver hangs.
-_PATIENCE_S = 60.0
+_QUERY_TIMEOUT_S = 60.0
 
 
-def ask_build(
-    environment: Mapping[str, str] | None = None, *, timeout_s: float = _PATIENCE_S
+def query_build(
+    environment: Mapping[str, str] | None = None, *, timeout_s: float = _QUERY_TIMEOUT_S
 ) -> ggml.GgmlBuild:
     """Query the build that a worker with this environment would run, and its devices.
 

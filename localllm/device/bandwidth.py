@@ -21,13 +21,13 @@ MIB = 1 << 20
 # reads from cache. They take at most 5 % of available memory, so that a measurement never makes a
 # loaded machine swap.
 _CACHE_MULTIPLE = 4
-_SMALLEST_BYTES = 256 * MIB
+_MIN_ARRAY_BYTES = 256 * MIB
 _SHARE_OF_AVAILABLE = 0.05
 # Cached measurements of machines: see measurement_store.py.
-SHELF = FigureFile("bandwidth.json", sane=(0.5, 4000.0))
+FIGURES = FigureFile("bandwidth.json", sane=(0.5, 4000.0))
 
 
-def rates(
+def measure_rates(
     *, threads: int = 0, available_bytes: int = 0, cache_bytes: int = 0, seconds: float = 1.0
 ) -> Measurement:
     """Measure the rate in GB/s at which the CPU can stream a model's weights.
@@ -49,17 +49,17 @@ def rates(
 
     has_affinity = hasattr(os, "sched_getaffinity")
     threads = threads or (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1)
-    size = array_bytes(available_bytes, cache_bytes)
-    per_thread = max(size // 2 // threads // 8, 1024)
+    total_bytes = array_bytes(available_bytes, cache_bytes)
+    per_thread = max(total_bytes // 2 // threads // 8, 1024)
     with ThreadPoolExecutor(threads) as pool:
         slices: list[tuple[Words, Words]] = list(
             pool.map(lambda _: (np.full(per_thread, 1), np.full(per_thread, 2)), range(threads))
         )
 
         def sweep(kernel: Callable[[tuple[Words, Words]], Any]) -> float:
-            started = time.perf_counter()
+            started_s = time.perf_counter()
             list(pool.map(kernel, slices))
-            return time.perf_counter() - started
+            return time.perf_counter() - started_s
 
         def copy(pair: tuple[Words, Words]) -> None:
             np.copyto(pair[1], pair[0])
@@ -68,19 +68,19 @@ def rates(
             np.maximum.reduce(pair[0])
             np.maximum.reduce(pair[1])
 
-        best = {copy: float("inf"), read: float("inf")}
-        for kernel in best:
+        best_s = {copy: float("inf"), read: float("inf")}
+        for kernel in best_s:
             sweep(kernel)
-        before = ProcessorTimes.now()
-        deadline = time.perf_counter() + seconds
-        while time.perf_counter() < deadline:
-            for kernel, best_seconds in best.items():
-                best[kernel] = min(best_seconds, sweep(kernel))
-        others = before.others_share(ProcessorTimes.now())
-    moved = 2 * 8 * per_thread * threads
-    how = f"copy and read in memory, {threads} thread(s), {moved // MIB} MiB arrays"
-    gbps = round(moved / min(best.values()) / 1e9, 1)
-    return Measurement(gbps, how, time.strftime("%Y-%m-%d"), others)
+        times_before = ProcessorTimes.now()
+        deadline_s = time.perf_counter() + seconds
+        while time.perf_counter() < deadline_s:
+            for kernel, best_seconds in best_s.items():
+                best_s[kernel] = min(best_seconds, sweep(kernel))
+        others_share = times_before.others_share(ProcessorTimes.now())
+    moved_bytes = 2 * 8 * per_thread * threads
+    method = f"copy and read in memory, {threads} thread(s), {moved_bytes // MIB} MiB arrays"
+    gbps = round(moved_bytes / min(best_s.values()) / 1e9, 1)
+    return Measurement(gbps, method, time.strftime("%Y-%m-%d"), others_share)
 
 
 def array_bytes(available_bytes: int, cache_bytes: int) -> int:
@@ -89,7 +89,7 @@ def array_bytes(available_bytes: int, cache_bytes: int) -> int:
     Each array has at least four times the size of the last-level cache. Together they stay within 5
     % of available memory, but take at least 16 MiB.
     """
-    wanted = max(_CACHE_MULTIPLE * cache_bytes, _SMALLEST_BYTES) * 2
+    total_bytes = max(_CACHE_MULTIPLE * cache_bytes, _MIN_ARRAY_BYTES) * 2
     if available_bytes:
-        wanted = min(wanted, max(int(available_bytes * _SHARE_OF_AVAILABLE), 16 * MIB))
-    return wanted
+        total_bytes = min(total_bytes, max(int(available_bytes * _SHARE_OF_AVAILABLE), 16 * MIB))
+    return total_bytes

@@ -12,7 +12,7 @@ from localllm.device.types import Device, Figure
 from localllm.memory.account import Memory, with_released
 
 
-def together(cards: Sequence[Device]) -> Device:
+def combined(cards: Sequence[Device]) -> Device:
     """Combine one-card Devices of one computer into one Device.
 
     Layers are divided over the cards, so their memory adds up. The other properties are those of
@@ -20,12 +20,12 @@ def together(cards: Sequence[Device]) -> Device:
     """
     if len(cards) == 1:
         return cards[0]
-    biggest = max(cards, key=attrgetter("memory.total_bytes", "bandwidth_gbps.value"))
+    largest = max(cards, key=attrgetter("memory.total_bytes", "bandwidth_gbps.value"))
     return replace(
-        biggest,
-        name=_joined(cards),
-        memory=_sum([card.memory for card in cards]),
-        bandwidth_gbps=_in_turn(cards),
+        largest,
+        name=_joined_names(cards),
+        memory=_summed_memory([card.memory for card in cards]),
+        bandwidth_gbps=_bandwidth_in_turn(cards),
         n_gpus=len(cards),
         cards=tuple(cards),
     )
@@ -37,21 +37,21 @@ def numbered(cards: Sequence[Device]) -> list[Device]:
 
 
 @lru_cache(4096)
-def only(device: Device, numbers: tuple[int, ...]) -> Device:
+def only_cards(device: Device, numbers: tuple[int, ...]) -> Device:
     """Return `device` with only the cards of these numbers.
 
     Returns `device` itself if these are all its cards, or if it has no selectable cards.
     """
-    chosen = [card for card in device.cards if card.number in numbers]
-    if not chosen or len(chosen) == len(device.cards):
+    chosen_cards = [card for card in device.cards if card.number in numbers]
+    if not chosen_cards or len(chosen_cards) == len(device.cards):
         return device
     # The properties of the computer are recorded once, on the combined device.
-    computer = {
+    computer_fields = {
         "host": device.host,
         "host_bandwidth_gbps": device.host_bandwidth_gbps,
         "findings": device.findings,
     }
-    return replace(together(chosen), simulated=device.simulated, **computer)  # type: ignore[arg-type]
+    return replace(combined(chosen_cards), simulated=device.simulated, **computer_fields)  # type: ignore[arg-type]
 
 
 def with_released_bytes(device: Device, n_bytes: int) -> Device:
@@ -66,7 +66,7 @@ def with_released_bytes(device: Device, n_bytes: int) -> Device:
     def released(memory: Memory) -> Memory:
         return with_released(memory, n_bytes * memory.others_bytes // others_bytes)
 
-    return with_each(device, released)
+    return with_each_memory(device, released)
 
 
 def with_share(device: Device, share: float) -> Device:
@@ -81,20 +81,20 @@ def with_share(device: Device, share: float) -> Device:
             capacity_bytes = memory.loadable_bytes
         return replace(memory, limit_bytes=int(share * capacity_bytes))
 
-    return with_each(device, less)
+    return with_each_memory(device, less)
 
 
-def with_each(device: Device, changed: Callable[[Memory], Memory]) -> Device:
-    """Return `device` with `changed` applied to the memory of each card, or to its only memory."""
-    each = tuple(replace(card, memory=changed(card.memory)) for card in device.cards)
-    if each:
-        memory = _sum([card.memory for card in each])
+def with_each_memory(device: Device, change: Callable[[Memory], Memory]) -> Device:
+    """Return `device` with `change` applied to the memory of each card, or to its only memory."""
+    changed_cards = tuple(replace(card, memory=change(card.memory)) for card in device.cards)
+    if changed_cards:
+        memory = _summed_memory([card.memory for card in changed_cards])
     else:
-        memory = changed(device.memory)
-    return replace(device, memory=memory, cards=each)
+        memory = change(device.memory)
+    return replace(device, memory=memory, cards=changed_cards)
 
 
-def _joined(cards: Sequence[Device]) -> str:
+def _joined_names(cards: Sequence[Device]) -> str:
     names = []
     for name, count in Counter(card.name for card in cards).items():
         names.append(name if count == 1 else f"{count} × {name}")
@@ -102,18 +102,18 @@ def _joined(cards: Sequence[Device]) -> str:
 
 
 # Fields of several cards' memory that add up.
-_ADD_UP = (
+_SUMMED_FIELDS = (
     "total_bytes", "limit_bytes", "available_bytes", "system_bytes", "others_bytes",
     "carve_out_bytes",
 )  # fmt: skip
 
 
-def _sum(memories: Sequence[Memory]) -> Memory:
-    total = {name: sum(getattr(memory, name) for memory in memories) for name in _ADD_UP}
-    return replace(memories[0], **total)
+def _summed_memory(memories: Sequence[Memory]) -> Memory:
+    totals = {name: sum(getattr(memory, name) for memory in memories) for name in _SUMMED_FIELDS}
+    return replace(memories[0], **totals)
 
 
-def _in_turn(cards: Sequence[Device]) -> Figure:
+def _bandwidth_in_turn(cards: Sequence[Device]) -> Figure:
     """Return the effective GB/s of cards that stream their shares of the weights in turn.
 
     Each card holds as many weights as its memory allows. The basis is "assumed" if any card's

@@ -50,7 +50,7 @@ _OLD_MEMORY = ("DDR3-1600",)
 
 
 # Words between a brand and a number: tiers, and additions of shops.
-_BETWEEN = {
+_BRAND_WORDS = {
     "intel", "amd", "core", "ryzen", "threadripper", "epyc", "xeon", "ultra", "ai", "pro", "hx",
     "gold", "silver", "platinum", "naples", "rome", "milan", "genoa", "turin",
     "e5", "e7", "w", "w3", "w5", "w7", "w9", "i3", "i5", "i7", "i9", "3", "5", "7", "9", "cpu",
@@ -80,30 +80,30 @@ class _ProcessorLine(NamedTuple):
 @cache
 def _lines() -> list[_ProcessorLine]:
     lines = []
-    for facts in json_store.derived(paths.cache_dir() / "cpus.json", [_FILE], _listed):
+    for facts in json_store.derived(paths.cache_dir() / "cpus.json", [_FILE], _table_rows):
         cores: dict[str, int] = {}
-        for n, parts in facts["cores"].items():
-            cores |= dict.fromkeys(parts.split(), int(n))
+        for n_cores, numbers in facts["cores"].items():
+            cores |= dict.fromkeys(numbers.split(), int(n_cores))
         letters: Sequence[str] = ()
         if facts.get("desktop"):
             letters = _PLAIN_LETTERS
         elif "epyc" in facts["brand"]:
             letters = ("P",)
         lettered: dict[str, int] = {}
-        for part, letter in product(cores, letters):
-            lettered.setdefault(part.rstrip("K") + letter, cores[part])
+        for number, letter in product(cores, letters):
+            lettered.setdefault(number.rstrip("K") + letter, cores[number])
         lines.append(_ProcessorLine(facts, cores, lettered))
     return lines
 
 
-def _listed() -> list[dict[str, Any]]:
+def _table_rows() -> list[dict[str, Any]]:
     import tomllib
 
-    found: list[dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))["line"]
-    return found
+    rows: list[dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))["line"]
+    return rows
 
 
-def _numbered(number: str) -> list[Processor]:
+def _by_number(number: str) -> list[Processor]:
     """Return the processors listed by this number, then those listed without its last letter."""
     exact = [_processor(line, number, line.cores) for line in _lines() if number in line.cores]
     lettered = [
@@ -142,31 +142,31 @@ def named(words: Sequence[str]) -> tuple[Processor, tuple[str, ...]] | None:
     """
     for i, word in enumerate(words):
         end = i + 1
-        part = word.upper()
-        joined = _joined(part, words[end : end + 1])
-        if joined and _numbered(joined):
-            part = joined
+        number = word.upper()
+        joined_number = _joined_number(number, words[end : end + 1])
+        if joined_number and _by_number(joined_number):
+            number = joined_number
             end += 1
         start = i
-        while start and words[start - 1] in _BETWEEN:
+        while start and words[start - 1] in _BRAND_WORDS:
             start -= 1
         brand_words = set(words[start:i])
-        numbered = _numbered(part)
-        found = [p for p in numbered if brand_words & set(p.brand)]
-        if not found and len(numbered) == 1 and _ONLY_A_PROCESSORS.fullmatch(part):
-            found = numbered
-        if found:
+        by_number = _by_number(number)
+        candidates = [processor for processor in by_number if brand_words & set(processor.brand)]
+        if not candidates and len(by_number) == 1 and _PROCESSOR_NUMBER.fullmatch(number):
+            candidates = by_number
+        if candidates:
             # Prefer the line with the closest brand: "ai" in "ryzen ai".
-            best = max(found, key=lambda p: len(brand_words & set(p.brand)))
+            best = max(candidates, key=lambda processor: len(brand_words & set(processor.brand)))
             return best, (*words[:start], *words[end:])
     return None
 
 
 # Numbers with letters that only processors have.
-_ONLY_A_PROCESSORS = re.compile(r"[0-9]{3,5}(?!XT)[A-Z]+[0-9]?[A-Z]?|N[0-9]{2,3}|Z[12]-[A-Z]+")
+_PROCESSOR_NUMBER = re.compile(r"[0-9]{3,5}(?!XT)[A-Z]+[0-9]?[A-Z]?|N[0-9]{2,3}|Z[12]-[A-Z]+")
 
 
-def _joined(part: str, following: Sequence[str]) -> str:
+def _joined_number(part: str, following: Sequence[str]) -> str:
     """Join a number with the next word if they belong together ("E5-2690 v4", "3800 XT").
 
     Returns "" if they do not.
@@ -180,16 +180,16 @@ def _joined(part: str, following: Sequence[str]) -> str:
 
 
 @cache
-def of_name(name: str) -> Processor | None:
+def processor_called(name: str) -> Processor | None:
     """Return the processor for a name as a system prints it.
 
     Examples: "12th Gen Intel(R) Core(TM) i7-12700H", "AMD EPYC 9654 96-Core Processor".
     """
     text = re.sub(r"\((?:tm|r)\)|™|®|@.*", " ", name.lower())
-    found = named(re.sub(r"[^a-z0-9]+", " ", text).split())
-    if found is None:
+    processor_and_rest = named(re.sub(r"[^a-z0-9]+", " ", text).split())
+    if processor_and_rest is None:
         return None
-    processor, _ = found
+    processor, _ = processor_and_rest
     return processor
 
 
@@ -198,7 +198,7 @@ def usual_bandwidth(name: str, vectors: str) -> Figure:
 
     For a processor missing from the table, its widest `vectors` indicate its age.
     """
-    processor = of_name(name) or USUAL_PROCESSOR
+    processor = processor_called(name) or USUAL_PROCESSOR
     if processor is USUAL_PROCESSOR and vectors in ("SSE", "AVX"):
         processor = processor._replace(memory=_OLD_MEMORY)
     return processor.bandwidth()
@@ -209,7 +209,7 @@ def channels(name: str) -> int:
 
     Returns 0 if the table does not list it.
     """
-    found = of_name(name)
-    if found is not None:
-        return found.channels
+    processor = processor_called(name)
+    if processor is not None:
+        return processor.channels
     return 0

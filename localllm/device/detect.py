@@ -26,20 +26,20 @@ def detect(*, measure: bool = False) -> Device:
       a plan must not depend on the load.
     """
     readings = read(slow=measure)
-    found = from_readings(readings, measure=measure, keep_figures=True)
-    if found.accelerator == "metal":
-        return found
+    device = from_readings(readings, measure=measure, keep_figures=True)
+    if device.accelerator == "metal":
+        return device
     build = backend_view.installed_build()
-    processor = found
+    processor = device
     if (
-        found.accelerator != "cpu"
+        device.accelerator != "cpu"
         and build is not None
         and not build.failure
-        and ggml.driven_by(found, build) == "cpu"
+        and ggml.driving_accelerator(device, build) == "cpu"
     ):
         readings = backend_view.without_gpus(readings)
         processor = from_readings(readings, measure=measure, keep_figures=True)
-    return with_matrix_rates(backend_view.as_used(found, processor, build), measure=measure)
+    return with_matrix_rates(backend_view.as_build_uses(device, processor, build), measure=measure)
 
 
 def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
@@ -67,27 +67,27 @@ def from_readings(
     if not measures_ram(device):
         return device
     folder = paths.cache_dir()
-    machine = _machine(device)
-    now: Figure | None = None
-    if remeasure or (measure and bandwidth.SHELF.due(folder, machine)):
+    cache_key = _machine_key(device)
+    new_figure: Figure | None = None
+    if remeasure or (measure and bandwidth.FIGURES.due(folder, cache_key)):
         available_bytes = (device.host or device.memory).available_bytes
-        measured_rates = bandwidth.rates(
+        measured_rates = bandwidth.measure_rates(
             available_bytes=available_bytes, cache_bytes=last_level_cache_bytes(readings)
         )
-        now = bandwidth.SHELF.keep(folder, machine, measured_rates)
+        new_figure = bandwidth.FIGURES.keep(folder, cache_key, measured_rates)
     if keep_figures:
-        stored_rates = bandwidth.SHELF.reliable(folder, machine)
+        stored_rates = bandwidth.FIGURES.reliable(folder, cache_key)
     else:
-        stored_rates = now or bandwidth.SHELF.cached(folder, machine)
+        stored_rates = new_figure or bandwidth.FIGURES.cached(folder, cache_key)
     if stored_rates is None:
         return device
-    measured = identify(readings, stored_rates)
-    figure = measured.bandwidth_gbps
-    if measured.kind == "unified" and figure.basis == "measured":
+    with_bandwidth = identify(readings, stored_rates)
+    figure = with_bandwidth.bandwidth_gbps
+    if with_bandwidth.kind == "unified" and figure.basis == "measured":
         # The GPU may get more of the shared memory's bandwidth than the CPU's cores.
         floor = replace(figure, source=f"{figure.source}; by the CPU, so a lower bound")
-        measured = replace(measured, bandwidth_gbps=floor)
-    return measured
+        with_bandwidth = replace(with_bandwidth, bandwidth_gbps=floor)
+    return with_bandwidth
 
 
 def measures_ram(device: Device) -> bool:
@@ -110,19 +110,19 @@ def with_matrix_rates(
     are due. A measurement takes about half a second a type. Rates that are due for another
     measurement are left out.
     """
-    build = backend_view.identity() if device.accelerator == "cpu" else None
+    build = backend_view.build_identity() if device.accelerator == "cpu" else None
     if build is None:
         return device
     folder = paths.cache_dir()
-    machine = f"{_machine(device)} | {build}"
-    wanted = matrix_rate.due(folder, machine, types) if measure else ()
-    measured_rates = matrix_rate.measure(wanted) if wanted else None
+    cache_key = f"{_machine_key(device)} | {build}"
+    types_due = matrix_rate.due(folder, cache_key, types) if measure else ()
+    measured_rates = matrix_rate.measure(types_due) if types_due else None
     if measured_rates is not None:
-        matrix_rate.keep(folder, machine, measured_rates)
-    return replace(device, matrix_rates=matrix_rate.reliable(folder, machine))
+        matrix_rate.keep(folder, cache_key, measured_rates)
+    return replace(device, matrix_rates=matrix_rate.reliable(folder, cache_key))
 
 
-def _machine(device: Device) -> str:
+def _machine_key(device: Device) -> str:
     """Return the cache key of a measurement: the processor and its memory.
 
     Another cgroup limit gives another key.

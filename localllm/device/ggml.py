@@ -47,7 +47,7 @@ class GgmlDevice:
         """Our name of the accelerator that drives it: "cpu" for the CPU and its helpers (BLAS)."""
         if self.type not in _GPU_TYPES:
             return "cpu"
-        return accelerators.called(self.backend) or "cpu"
+        return accelerators.kind_of_backend(self.backend) or "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +98,13 @@ def read(answer: Mapping[str, Any]) -> GgmlBuild:
     Raises KeyError, TypeError or ValueError for any other data.
     """
     log_lines = [str(line) for line in answer.get("said", ())]
-    found = tuple(_device(device, log_lines) for device in answer["devices"])
+    devices = tuple(_device(device, log_lines) for device in answer["devices"])
     features = {}
     for name, values in answer["features"].items():
         features[str(name)] = {str(key): str(value) for key, value in values.items()}
     capabilities = answer.get("capabilities", {})
-    lacks = {str(name): str(why) for name, why in capabilities.items() if why}
-    return GgmlBuild(str(answer["version"]), str(answer["folder"]), found, features, lacks=lacks)
+    lacks = {str(name): str(missing) for name, missing in capabilities.items() if missing}
+    return GgmlBuild(str(answer["version"]), str(answer["folder"]), devices, features, lacks=lacks)
 
 
 def _device(device: Mapping[str, Any], log: list[str]) -> GgmlDevice:
@@ -154,31 +154,38 @@ _DETAIL_LINES = {
 _METAL_FEATURE = re.compile(r"ggml_metal_device_init: ((?:simdgroup|has|use) .*?)\s*= (\w+)")
 
 
-def driven_by(device: Device, build: GgmlBuild) -> Accelerator:
+def driving_accelerator(device: Device, build: GgmlBuild) -> Accelerator:
     """Return the accelerator that would run a model on `device` with this build.
 
     It is the device's own backend, another one that can drive it, or "cpu".
     """
     kind = device.accelerator
-    return next((a for a in (kind, *KINDS[kind].instead) if a in build.accelerators), "cpu")
+    return next(
+        (
+            accelerator
+            for accelerator in (kind, *KINDS[kind].instead)
+            if accelerator in build.accelerators
+        ),
+        "cpu",
+    )
 
 
 def differences(device: Device, build: GgmlBuild) -> list[Finding]:
     """Return a finding with a fix for each difference between the build's and the probed
     devices."""
     if build.failure:
-        failed = f"the installed llama.cpp did not list its devices: {build.failure}"
+        failure_message = f"the installed llama.cpp did not list its devices: {build.failure}"
         fix = "localllm setup"
         if "/builds/" in build.folder:
             fix = "localllm setup --use own"
-        return [Finding("error", failed, fix)]
+        return [Finding("error", failure_message, fix)]
     if device.accelerator == "cpu":
         names = ", ".join(gpu.description for gpu in build.gpus)
         if not names:
             return []
         unknown = f"{names}, which the system's own tools did not report"
         return [Finding("warning", f"the installed llama.cpp found {unknown}")]
-    driver = driven_by(device, build)
+    driver = driving_accelerator(device, build)
     if driver == "cpu":
         return [_unused(device, build)]
     used = [gpu for gpu in build.gpus if gpu.accelerator == driver]
@@ -199,32 +206,34 @@ def differences(device: Device, build: GgmlBuild) -> list[Finding]:
 
 
 def _unused(device: Device, build: GgmlBuild) -> Finding:
-    compiled = [name for name in build.features if accelerators.called(name)]
-    why = "is a CPU build"
+    compiled = [name for name in build.features if accelerators.kind_of_backend(name)]
+    reason = "is a CPU build"
     if compiled:
-        why = f"was compiled for {', '.join(compiled)} but finds no device: check the driver"
-    idle = f"{device.name} is not used: the installed llama.cpp {why}"
-    return Finding("error", idle, "localllm setup")
+        reason = f"was compiled for {', '.join(compiled)} but finds no device: check the driver"
+    message = f"{device.name} is not used: the installed llama.cpp {reason}"
+    return Finding("error", message, "localllm setup")
 
 
 def _memory(device: Device, used: list[GgmlDevice]) -> list[Finding]:
     """Compare a GPU's memory in the driver and in ggml, and report small allocation limits."""
     findings = []
-    total = sum(gpu.memory_total_bytes for gpu in used)
-    limit = device.memory.limit_bytes
+    total_bytes = sum(gpu.memory_total_bytes for gpu in used)
+    limit_bytes = device.memory.limit_bytes
     # On unified memory, the driver may offer ggml less than the system would give. It never offers
     # more than plans assume.
-    low = total < (1 - _SAME_MEMORY) * limit
-    high = device.kind == "discrete" and total > (1 + _SAME_MEMORY) * device.memory.total_bytes
-    if total and (low or high):
-        usable = f"the system reports {limit / 1e9:.1f} GB as usable"
-        message = f"{usable}, but the installed llama.cpp reports {total / 1e9:.1f} GB"
+    is_low = total_bytes < (1 - _SAME_MEMORY) * limit_bytes
+    is_high = (
+        device.kind == "discrete" and total_bytes > (1 + _SAME_MEMORY) * device.memory.total_bytes
+    )
+    if total_bytes and (is_low or is_high):
+        usable_text = f"the system reports {limit_bytes / 1e9:.1f} GB as usable"
+        message = f"{usable_text}, but the installed llama.cpp reports {total_bytes / 1e9:.1f} GB"
         findings.append(
             Finding("warning", f"{message}; a plan between the two figures may fail to load")
         )
     largest_buffers = {gpu.name: gpu.largest_buffer_bytes for gpu in used}
     for name, n_bytes in largest_buffers.items():
-        if n_bytes is None or n_bytes >= limit / max(device.n_gpus, 1):
+        if n_bytes is None or n_bytes >= limit_bytes / max(device.n_gpus, 1):
             continue
         message = f"{name}: one allocation can have {n_bytes / 1e9:.1f} GB at most"
         findings.append(Finding("info", f"{message}, although it has more memory"))

@@ -19,7 +19,7 @@ Status = Literal["ok", "warning", "error", "not checked"]
 # verified.
 _MIN_FREE_DISK_BYTES = 10 * GIB
 # Each client uses a socket and each model file a handle. 1024 is Linux's default and is enough.
-_FEW_FILES = 1024
+_MIN_OPEN_FILES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +75,20 @@ class HealthCheck:
     fix: str = ""
 
 
-def judge(device: Device, facts: HealthFacts) -> list[HealthCheck]:
+def health_checks(device: Device, facts: HealthFacts) -> list[HealthCheck]:
     """Return every check, in the order in which a user would fix them."""
-    of_files = _build(device, facts)
+    files_check = _build(device, facts)
     is_wheel = facts.build is None or facts.build.is_wheel
-    of_devices = _ggml(device, facts.llama_cpp, _SETUP if is_wheel else _GO_BACK)
-    failed = facts.llama_cpp is not None and facts.llama_cpp.failure
-    if of_files.status == "error" and not failed:
+    device_checks = _build_devices(device, facts.llama_cpp, _SETUP if is_wheel else _GO_BACK)
+    has_failed = facts.llama_cpp is not None and facts.llama_cpp.failure
+    if files_check.status == "error" and not has_failed:
         # An error already shown by the build's files is not repeated for its devices.
-        of_devices = [check for check in of_devices if check.status != "error"]
+        device_checks = [check for check in device_checks if check.status != "error"]
     return [
-        _found(device),
-        *_of_findings("device", device.findings),
-        of_files,
-        *of_devices,
+        _device_check(device),
+        *_finding_checks("device", device.findings),
+        files_check,
+        *device_checks,
         *_gpu_share(device),
         _memory(device),
         _swap(facts),
@@ -99,7 +99,7 @@ def judge(device: Device, facts: HealthFacts) -> list[HealthCheck]:
     ]
 
 
-def _found(device: Device) -> HealthCheck:
+def _device_check(device: Device) -> HealthCheck:
     figure = device.bandwidth_gbps
     usable = f"{device.memory.limit_bytes / 1e9:.1f} GB usable ({'; '.join(device.accounts)})"
     message = f"{device.name}: {usable}, {figure.value:g} GB/s ({figure.basis})"
@@ -115,7 +115,7 @@ _GO_BACK = "localllm setup --use own, and unset LLAMA_CPP_LIB_PATH if you set it
 def _build(device: Device, facts: HealthFacts) -> HealthCheck:
     """Check whether the files of the installed build match the accelerator of this machine."""
     build = facts.build
-    wanted = device.accelerator
+    accelerator = device.accelerator
     name = "llama.cpp build"
     if build is None:
         message = "llama-cpp-python is not installed: no model can run"
@@ -127,19 +127,19 @@ def _build(device: Device, facts: HealthFacts) -> HealthCheck:
             fix = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
         return HealthCheck(name, "error", message, fix)
     compiled = f"{build.title}, compiled for {', '.join(('cpu', *build.accelerators))}"
-    if wanted in build.accelerators:
-        if wanted == "cuda":
+    if accelerator in build.accelerators:
+        if accelerator == "cuda":
             return _cuda_code(device, build, compiled)
         return HealthCheck(name, "ok", compiled)
-    if wanted == "rocm" and "vulkan" in build.accelerators:
+    if accelerator == "rocm" and "vulkan" in build.accelerators:
         vulkan = "this GPU uses Vulkan (ROCm would have a faster prefill)"
         return HealthCheck(name, "ok", f"{compiled}: {vulkan}")
-    if wanted in facts.other_engines:
-        only = f"this Mac's GPU is used by {facts.other_engines[wanted]} only"
-        message = f"{compiled}: {only}, so GGUF files run on the CPU"
-        return HealthCheck(name, "warning", message, f"localllm setup --backend {wanted}")
-    if wanted != "cpu":
-        message = f"{compiled}, but this machine has {wanted}, so its GPU is not used"
+    if accelerator in facts.other_engines:
+        only_text = f"this Mac's GPU is used by {facts.other_engines[accelerator]} only"
+        message = f"{compiled}: {only_text}, so GGUF files run on the CPU"
+        return HealthCheck(name, "warning", message, f"localllm setup --backend {accelerator}")
+    if accelerator != "cpu":
+        message = f"{compiled}, but this machine has {accelerator}, so its GPU is not used"
         return HealthCheck(name, "error", message, _SETUP)
     return HealthCheck(name, "ok", compiled)
 
@@ -157,31 +157,43 @@ _CAPABILITIES = {
 }
 
 
-def _ggml(device: Device, build: ggml.GgmlBuild | None, fix: str) -> list[HealthCheck]:
+def _build_devices(device: Device, build: ggml.GgmlBuild | None, fix: str) -> list[HealthCheck]:
     """List the build's own devices and their differences from the system's devices. `fix` is for
     capabilities that it lacks."""
     name = "llama.cpp device"
     if build is None:
         unread = "the installed llama.cpp was not queried for its devices"
         return [HealthCheck(name, "not checked", unread)]
-    found_text = [
-        HealthCheck(name, "ok", f"{d.name}: {d.description}, {_memory_of(d)}")
-        for d in build.devices
+    device_checks = [
+        HealthCheck(
+            name,
+            "ok",
+            f"{ggml_device.name}: {ggml_device.description}, {_memory_text(ggml_device)}",
+        )
+        for ggml_device in build.devices
     ]
-    lacks = [
+    missing = [
         HealthCheck(f"llama.cpp {_CAPABILITIES[name]}", "warning", f"off: {why}", fix)
         for name, why in build.lacks.items()
         if name in _CAPABILITIES
     ]
-    return found_text + lacks + _of_findings("llama.cpp device", ggml.differences(device, build))
+    return (
+        device_checks
+        + missing
+        + _finding_checks("llama.cpp device", ggml.differences(device, build))
+    )
 
 
-def _of_findings(name: str, findings: Iterable[Finding]) -> list[HealthCheck]:
+def _finding_checks(name: str, findings: Iterable[Finding]) -> list[HealthCheck]:
     """Turn the findings that need action into checks."""
-    return [HealthCheck(name, f.level, f.message, f.fix) for f in findings if f.level != "info"]
+    return [
+        HealthCheck(name, finding.level, finding.message, finding.fix)
+        for finding in findings
+        if finding.level != "info"
+    ]
 
 
-def _memory_of(device: ggml.GgmlDevice) -> str:
+def _memory_text(device: ggml.GgmlDevice) -> str:
     total = f"{device.memory_total_bytes / GB:.1f} GB"
     if device.accelerator == "cpu":  # ggml reports all of it as free.
         return total
@@ -208,39 +220,43 @@ def _cuda_code(device: Device, build: BuildFacts, prefix: str) -> HealthCheck:
     minor = int(capability[2])
     if any(a // 10 == major and a % 10 <= minor for a in architectures):
         return HealthCheck(name, "ok", f"{prefix} ({listed})")
-    slow = f"this GPU is sm_{major}{minor}, so it starts slowly or fails"
-    return HealthCheck(name, "error", f"{prefix} for {listed}, but {slow}", _SETUP)
+    problem = f"this GPU is sm_{major}{minor}, so it starts slowly or fails"
+    return HealthCheck(name, "error", f"{prefix} for {listed}, but {problem}", _SETUP)
 
 
 def _gpu_share(device: Device) -> list[HealthCheck]:
     """Report the share of RAM that the GPU may use, if a system setting limits it."""
     memory = device.memory
-    share = f"the GPU may use {memory.limit_bytes / GB:.1f} of {memory.total_bytes / GB:.1f} GB"
+    share_text = (
+        f"the GPU may use {memory.limit_bytes / GB:.1f} of {memory.total_bytes / GB:.1f} GB"
+    )
     if device.accelerator == "metal":
-        raised = (memory.total_bytes - max(8 * GIB, memory.total_bytes // 16)) // (1 << 20)
-        if raised * (1 << 20) > memory.limit_bytes and memory.total_bytes >= 32 * GIB:
-            share += f" (until the next restart more: sudo sysctl iogpu.wired_limit_mb={raised})"
+        raised_mib = (memory.total_bytes - max(8 * GIB, memory.total_bytes // 16)) // (1 << 20)
+        if raised_mib * (1 << 20) > memory.limit_bytes and memory.total_bytes >= 32 * GIB:
+            share_text += (
+                f" (until the next restart more: sudo sysctl iogpu.wired_limit_mb={raised_mib})"
+            )
         if memory.basis == "assumed":
-            unread = f"{share}, assumed: Metal could not be queried"
+            unread = f"{share_text}, assumed: Metal could not be queried"
             return [HealthCheck("wired limit", "not checked", unread)]
-        return [HealthCheck("wired limit", "ok", share)]
+        return [HealthCheck("wired limit", "ok", share_text)]
     if device.kind != "unified" or device.accelerator not in ("rocm", "vulkan"):
         return []
     # A small limit is already among the findings, with its fix.
     is_found = any("GTT" in finding.message for finding in device.findings)
     if is_found or not device.os.startswith("Linux"):
         return []
-    return [HealthCheck("GTT limit", "ok", share)]
+    return [HealthCheck("GTT limit", "ok", share_text)]
 
 
 def _memory(device: Device) -> HealthCheck:
-    now = device.memory.available_bytes
-    limit = device.memory.limit_bytes
-    free = f"{now / GB:.1f} of {limit / GB:.1f} GB are free for a model now"
-    if now < limit / 2:
-        message = f"{free}; other programs use the rest"
+    available_bytes = device.memory.available_bytes
+    limit_bytes = device.memory.limit_bytes
+    free_text = f"{available_bytes / GB:.1f} of {limit_bytes / GB:.1f} GB are free for a model now"
+    if available_bytes < limit_bytes / 2:
+        message = f"{free_text}; other programs use the rest"
         return HealthCheck("memory", "warning", message, "close programs that you don't need")
-    return HealthCheck("memory", "ok", free)
+    return HealthCheck("memory", "ok", free_text)
 
 
 def _swap(facts: HealthFacts) -> HealthCheck:
@@ -259,14 +275,14 @@ def _swap(facts: HealthFacts) -> HealthCheck:
 
 def _pressure(facts: HealthFacts) -> HealthCheck:
     name = "memory pressure"
-    found = re.search(r"some avg10=([0-9]+\.[0-9]+)", facts.pressure or "")
-    if found is None:
+    match = re.search(r"some avg10=([0-9]+\.[0-9]+)", facts.pressure or "")
+    if match is None:
         unread = "this system does not report stalls (/proc/pressure/memory)"
         return HealthCheck(name, "not checked", unread)
-    waited = f"programs waited for memory {found[1]} % of the last 10 s"
-    if float(found[1]) > 5:
-        return HealthCheck(name, "warning", waited, "close programs, or choose a smaller model")
-    return HealthCheck(name, "ok", waited)
+    message = f"programs waited for memory {match[1]} % of the last 10 s"
+    if float(match[1]) > 5:
+        return HealthCheck(name, "warning", message, "close programs, or choose a smaller model")
+    return HealthCheck(name, "ok", message)
 
 
 def _power(device: Device, facts: HealthFacts) -> HealthCheck:
@@ -295,9 +311,9 @@ def _power(device: Device, facts: HealthFacts) -> HealthCheck:
 def _disk(facts: HealthFacts) -> HealthCheck:
     if not facts.disk_free_bytes:
         return HealthCheck("disk", "not checked", "free disk space could not be read")
-    name, free = min(facts.disk_free_bytes.items(), key=itemgetter(1))
-    message = f"{free / GB:.0f} GB free for {name}"
-    if free < _MIN_FREE_DISK_BYTES:
+    name, free_bytes = min(facts.disk_free_bytes.items(), key=itemgetter(1))
+    message = f"{free_bytes / GB:.0f} GB free for {name}"
+    if free_bytes < _MIN_FREE_DISK_BYTES:
         warning = f"{message}: a download may not fit"
         return HealthCheck("disk", "warning", warning, "localllm models du")
     return HealthCheck("disk", "ok", message)
@@ -305,11 +321,13 @@ def _disk(facts: HealthFacts) -> HealthCheck:
 
 def _files(facts: HealthFacts) -> HealthCheck:
     name = "file limit"
-    n = facts.open_files
-    if n is None:
+    n_files = facts.open_files
+    if n_files is None:
         return HealthCheck(name, "not checked", "this system has no such limit")
-    if not 0 <= n < 1 << 62:
+    if not 0 <= n_files < 1 << 62:
         return HealthCheck(name, "ok", "unlimited open files are allowed")
-    if n < _FEW_FILES:
-        return HealthCheck(name, "warning", f"only {n} open files are allowed", "ulimit -n 4096")
-    return HealthCheck(name, "ok", f"{n} open files are allowed")
+    if n_files < _MIN_OPEN_FILES:
+        return HealthCheck(
+            name, "warning", f"only {n_files} open files are allowed", "ulimit -n 4096"
+        )
+    return HealthCheck(name, "ok", f"{n_files} open files are allowed")

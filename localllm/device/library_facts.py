@@ -6,13 +6,13 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-_NAMES = ("libllama.so", "libllama.dylib", "llama.dll", "libllama.dll")
+_LIBRARY_NAMES = ("libllama.so", "libllama.dylib", "llama.dll", "libllama.dll")
 _VERSION = re.compile(r"libllama(?:\.so)?\.(\d+(?:\.\d+){2})(?:\.dylib)?")
 # The table LLM_ARCH_NAMES in llama.cpp's src/llama-arch.cpp: its first and last names. Compilers
 # store the names in this order.
-_FIRST = b"\0clip\0"
-_LAST = b"(unknown)"
-_LONGEST_TABLE_BYTES = 64 << 10
+_FIRST_NAME = b"\0clip\0"
+_LAST_NAME = b"(unknown)"
+_MAX_TABLE_BYTES = 64 << 10
 _ARCHITECTURE = re.compile(r"[a-z0-9][a-z0-9._-]{0,60}")
 
 
@@ -21,7 +21,7 @@ def library_in(folder: Path) -> Path | None:
 
     Packages without development files have only versions in its name.
     """
-    plain = [folder / name for name in _NAMES]
+    plain = [folder / name for name in _LIBRARY_NAMES]
     versioned = sorted([*folder.glob("libllama.so.*"), *folder.glob("libllama.*.dylib")])
     return next((file for file in (*plain, *versioned) if file.is_file()), None)
 
@@ -32,8 +32,8 @@ def version_in(folder: Path) -> str:
     if library is None:
         return ""
     names = [library.resolve().name, *(file.name for file in folder.glob("libllama*.*.*.*"))]
-    found = [match[1] for match in map(_VERSION.fullmatch, names) if match is not None]
-    return next(iter(found), "")
+    versions = [match[1] for match in map(_VERSION.fullmatch, names) if match is not None]
+    return next(iter(versions), "")
 
 
 class Architectures:
@@ -45,7 +45,7 @@ class Architectures:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self.listed = _table(data)
+        self.listed = _architecture_names(data)
 
     def has(self, name: str) -> bool:
         """Return False only if the library can't read models of this architecture."""
@@ -68,11 +68,11 @@ def _read(library: str, _size_bytes: int, _modified_ns: int) -> Architectures:
     return Architectures(Path(library).read_bytes())
 
 
-def _table(data: bytes) -> frozenset[str]:
-    start = data.find(_FIRST)
+def _architecture_names(data: bytes) -> frozenset[str]:
+    start = data.find(_FIRST_NAME)
     if start < 0:
         return frozenset()
-    stop = data.find(_LAST, start, start + _LONGEST_TABLE_BYTES)
+    stop = data.find(_LAST_NAME, start, start + _MAX_TABLE_BYTES)
     if stop < 0:
         return frozenset()
     words = data[start:stop].decode("latin-1").split("\0")

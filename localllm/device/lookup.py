@@ -16,7 +16,7 @@ from typing import Any
 
 from localllm import json_store, paths
 from localllm.device import name_parser, parts_table
-from localllm.device.name_parser import FORMS, SUFFIXES, Typed
+from localllm.device.name_parser import FORMS, SUFFIXES, ParsedName
 from localllm.device.parts_table import DeviceRow
 
 _NICKNAMES_FILE = Path(__file__).with_name("nicknames.toml")
@@ -117,7 +117,7 @@ def _known() -> frozenset[str]:
     return frozenset().union(*_index(), *_nicknames())
 
 
-def find(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
+def find(part: ParsedName) -> tuple[tuple[DeviceRow, ...], ParsedName]:
     """Return the rows that a part's words name, and the part as it was interpreted.
 
     A bare number at the end may be a memory size. Words of shops and board vendors are ignored.
@@ -131,7 +131,7 @@ def find(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
     return rows, found
 
 
-def _found(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
+def _found(part: ParsedName) -> tuple[tuple[DeviceRow, ...], ParsedName]:
     known = _known() - MAKERS
     plain = [
         word for word in part.words if word in known or word not in name_parser.DECORATIONS | MAKERS
@@ -153,7 +153,7 @@ def _found(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
     return (), part
 
 
-def run_of(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
+def run_of(part: ParsedName) -> tuple[tuple[DeviceRow, ...], ParsedName]:
     """Return the rows that the longest run of a part's words names.
 
     The part is returned with the remaining words as its `rest`. Returns no rows if a word next to
@@ -182,7 +182,7 @@ _CARDS = re.compile(
 )
 
 
-def is_machine(part: Typed) -> bool:
+def is_machine(part: ParsedName) -> bool:
     """Return True if words that name no part can be a machine's own name.
 
     Such a name is letters with a number ("p620", "dl380"), or a number after a word that is in no
@@ -346,7 +346,7 @@ def _is_implied(suffix: str, wanted: frozenset[str]) -> bool:
     return suffix == "max" and bool(wanted & {"ai", "halo"})
 
 
-def longer(part: Typed) -> list[str]:
+def longer(part: ParsedName) -> list[str]:
     """Return the names of parts whose words include all words of `part` and more."""
     wanted = frozenset(part.words)
     found = [rows for key, rows in _index().items() if wanted and wanted < key]

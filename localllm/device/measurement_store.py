@@ -64,19 +64,21 @@ class ProcessorTimes:
         """
         import psutil
 
-        times = psutil.cpu_times()._asdict()
+        cpu_times = psutil.cpu_times()._asdict()
         # A guest's time is already part of its host's `user` (proc_stat(5)).
-        spent = {name: s for name, s in times.items() if not name.startswith("guest")}
-        idle = spent.get("idle", 0.0) + spent.get("iowait", 0.0)
-        elapsed_s = sum(spent.values())
-        return cls(time.process_time() + child_s, elapsed_s - idle, elapsed_s)
+        seconds_by_kind = {
+            name: seconds for name, seconds in cpu_times.items() if not name.startswith("guest")
+        }
+        idle_s = seconds_by_kind.get("idle", 0.0) + seconds_by_kind.get("iowait", 0.0)
+        elapsed_s = sum(seconds_by_kind.values())
+        return cls(time.process_time() + child_s, elapsed_s - idle_s, elapsed_s)
 
     def others_share(self, later: ProcessorTimes) -> float:
         """Return the share of processor time that other programs used between this and `later`."""
         elapsed_s = later.elapsed_s - self.elapsed_s
-        others = (later.all_s - self.all_s) - (later.own_s - self.own_s)
+        others_s = (later.all_s - self.all_s) - (later.own_s - self.own_s)
         if elapsed_s > 0:
-            return min(max(others / elapsed_s, 0.0), 1.0)
+            return min(max(others_s / elapsed_s, 0.0), 1.0)
         return 0.0
 
 
@@ -107,14 +109,14 @@ class FigureFile:
 
         The keys are the rest of each name.
         """
-        found = {}
+        figures = {}
         for name, entry in json_store.read(folder / self.file_name).items():
             if not name.startswith(start) or 0 < _tries(entry) < _MAX_TRIES:
                 continue
             figure = self._figure(entry)
             if figure is not None:
-                found[name.removeprefix(start)] = figure
-        return found
+                figures[name.removeprefix(start)] = figure
+        return figures
 
     def due(self, folder: Path, machine: str) -> bool:
         """Return True if `machine` needs a measurement.
@@ -134,28 +136,30 @@ class FigureFile:
         measured on a busy machine never replaces a higher one, and only a higher one replaces it,
         because load can only lower a figure.
         """
-        known = json_store.read(folder / self.file_name)
+        stored = json_store.read(folder / self.file_name)
         figures = {
-            machine: self._better(known, machine, measured)
+            machine: self._better(stored, machine, measured)
             for machine, measured in measurements.items()
         }
-        json_store.keep(folder / self.file_name, known)
+        json_store.keep(folder / self.file_name, stored)
         return figures
 
-    def _better(self, known: dict[str, Any], machine: str, measurement: Measurement) -> Figure:
-        """Return the figure that applies to `machine` from now on, and update `known`."""
-        stored = self._figure(known.get(machine))
-        tries = _tries(known.get(machine))
+    def _better(
+        self, stored_entries: dict[str, Any], machine: str, measurement: Measurement
+    ) -> Figure:
+        """Return the figure that applies to `machine` from now on, and update `stored_entries`."""
+        stored_figure = self._figure(stored_entries.get(machine))
+        tries = _tries(stored_entries.get(machine))
         figure = measurement.figure
-        if stored is not None and stored.value > figure.value:
+        if stored_figure is not None and stored_figure.value > figure.value:
             if measurement.busy and not tries:
-                return stored
+                return stored_figure
             if tries:
-                figure = stored
+                figure = stored_figure
         entry = {"value": figure.value, "source": figure.source}
         if measurement.busy:
             entry["tries"] = tries + 1
-        known[machine] = entry
+        stored_entries[machine] = entry
         return figure
 
     def _figure(self, entry: Any) -> Figure | None:

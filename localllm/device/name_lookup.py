@@ -12,7 +12,7 @@ from itertools import chain
 
 from localllm.device import cpus, lookup, name_parser, parts_table, printed_names
 from localllm.device.cpus import USUAL_PROCESSOR
-from localllm.device.name_parser import Typed
+from localllm.device.name_parser import ParsedName
 from localllm.device.overrides import check_overrides
 from localllm.device.parts_table import DeviceRow
 from localllm.device.ram import NO_RAM
@@ -155,7 +155,7 @@ def _read(name: str) -> Computer:
     return computer
 
 
-def _add_part(computer: Computer, text: str, part: Typed) -> None:
+def _add_part(computer: Computer, text: str, part: ParsedName) -> None:
     """Add the parts that the words name, one after the other.
 
     Raises DeviceNotFoundError if they name no part, or if a number among them is not recognised.
@@ -193,7 +193,7 @@ def _check_one_machine(text: str, rows: tuple[DeviceRow, ...]) -> None:
 
 
 def _add_rest(
-    computer: Computer, text: str, part: Typed, rows: tuple[DeviceRow, ...], found: Typed
+    computer: Computer, text: str, part: ParsedName, rows: tuple[DeviceRow, ...], found: ParsedName
 ) -> None:
     """Add the part named by the remaining words, if a number is among them.
 
@@ -218,7 +218,7 @@ def _is_repeated(computer: Computer, rows: tuple[DeviceRow, ...]) -> bool:
     return any(rows == known for known, _ in computer.parts)
 
 
-def _system_size(part: Typed, computer: Computer) -> float | None:
+def _system_size(part: ParsedName, computer: Computer) -> float | None:
     """Return the stated size of the computer's memory.
 
     Sizes in terabytes belong to a disk, unless the processor is a server's.
@@ -234,8 +234,8 @@ _TERABYTE = 1024
 
 
 def _processor_or_run(
-    computer: Computer, text: str, part: Typed
-) -> tuple[tuple[DeviceRow, ...], Typed]:
+    computer: Computer, text: str, part: ParsedName
+) -> tuple[tuple[DeviceRow, ...], ParsedName]:
     """Find the processor among the words, with its graphics, or the rows named by a run of words.
 
     Returns the rows and the part with the remaining words. Raises DeviceNotFoundError if the words
@@ -260,7 +260,7 @@ def _processor_or_run(
     return (), processor
 
 
-def _run_or_line(text: str, part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
+def _run_or_line(text: str, part: ParsedName) -> tuple[tuple[DeviceRow, ...], ParsedName]:
     """Return the rows named by a run of the words, or the memory kind of a processor series.
 
     Returns no rows for a machine's own name. Raises DeviceNotFoundError for unknown words.
@@ -292,7 +292,7 @@ _ANY_COMPUTER = {
 }  # fmt: skip
 
 
-def _add_size(computer: Computer, part: Typed, name: str) -> None:
+def _add_size(computer: Computer, part: ParsedName, name: str) -> None:
     """Add a size that is typed separately. It is the computer's memory, with one exception.
 
     If only a comma separates it from a card that is sold with this size, it is the card's memory.
@@ -309,7 +309,7 @@ def _add_size(computer: Computer, part: Typed, name: str) -> None:
 _MAX_SIMILAR = 6
 
 
-def _not_found(text: str, part: Typed) -> DeviceNotFoundError:
+def _not_found(text: str, part: ParsedName) -> DeviceNotFoundError:
     longer = lookup.longer(part)
     if len(longer) > 1 and any(c.isdigit() for c in "".join(part.words)):
         names = ", ".join(longer[:4])
@@ -348,7 +348,7 @@ _DISKS = {128, 256, 500, 512, 1000, 1024, 2000, 2048, 4096, 8192}
 _MAX_MEMORY = 256.0
 
 
-def _without_disk(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> Typed:
+def _without_disk(rows: Sequence[DeviceRow], part: ParsedName, computer: Computer) -> ParsedName:
     """Return `part` without the sizes that belong to a disk, and add a finding for each."""
     row = rows[0]
     if row.kind == "system":
@@ -370,7 +370,7 @@ def _without_disk(rows: Sequence[DeviceRow], part: Typed, computer: Computer) ->
     return replace(part, sizes_gb=tuple(sizes))
 
 
-def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> float | None:
+def _own_size(rows: Sequence[DeviceRow], part: ParsedName, computer: Computer) -> float | None:
     """Return the memory size of the part itself.
 
     Other sizes are the computer's memory, such as sizes with which no such card is sold. For
@@ -397,7 +397,7 @@ def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> flo
     return own
 
 
-def _sold_size(sold: set[float], part: Typed) -> float | None:
+def _sold_size(sold: set[float], part: ParsedName) -> float | None:
     """Return the stated size that belongs to a card.
 
     It is a size the card is sold or resold with, or the total of several cards. Cards that are not
@@ -416,7 +416,7 @@ def _sold_size(sold: set[float], part: Typed) -> float | None:
 
 
 def _choose(
-    found: Sequence[DeviceRow], part: Typed, own_gb: float | None, memory_gb: float | None
+    found: Sequence[DeviceRow], part: ParsedName, own_gb: float | None, memory_gb: float | None
 ) -> tuple[DeviceRow, float | None, list[Finding]]:
     """Choose one row and a memory size (GiB) from the rows that match the name.
 
@@ -453,7 +453,7 @@ def _largest(row: DeviceRow) -> tuple[float, float, int]:
 
 
 def _of_size(
-    found: Sequence[DeviceRow], part: Typed, wanted_gb: float | None
+    found: Sequence[DeviceRow], part: ParsedName, wanted_gb: float | None
 ) -> Sequence[DeviceRow]:
     """Return the rows that best match the stated GPU cores and memory.
 

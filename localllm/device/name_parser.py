@@ -16,7 +16,7 @@ from localllm.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Typed:
+class ParsedName:
     """One part of a typed name.
 
     - `words`: the words that identify it.
@@ -54,12 +54,12 @@ def split(name: str) -> list[str]:
     Parts are joined by a plus or a comma, or by "and" if another machine or a memory size follows.
     """
     text = re.sub(r"(?<=gb )\([1-8]\s?[x×]\s?[0-9]{1,3}(?:\s?gb)?\)", " ", name, flags=re.I)
-    text = _STICKS.sub(lambda found: f"{int(found[1]) * int(found[2])}gb", text)
-    text = _PLUS_OF_NAME.sub(lambda found: found[0].replace("+", _PLUS), text)
+    text = _MODULES.sub(lambda match: f"{int(match[1]) * int(match[2])}gb", text)
+    text = _PLUS_OF_NAME.sub(lambda match: match[0].replace("+", _PLUS_MARK), text)
     text = re.sub(r"(?<=[0-9])\+(?=\s|$)(?!\s*\S)", " ", text)
     parts: list[str] = []
-    for joined in filter(None, map(str.strip, _JOINED.split(text))):
-        part = joined.replace(_PLUS, "+")
+    for piece in filter(None, map(str.strip, _JOINED.split(text))):
+        part = piece.replace(_PLUS_MARK, "+")
         # "Mac Studio with M2 Ultra": text without a number is not a part of its own.
         if parts and not re.search(r"[0-9]|\btitan|\bvii\b", parts[-1], re.I):
             if re.match(_COUNT_PATTERN, part, re.I):
@@ -74,7 +74,7 @@ def split(name: str) -> list[str]:
 _PLUS_OF_NAME = re.compile(
     r"\bmax\s?\+(?=\s*(?:pro\s*)?[34][0-9]{2})|\bmax\+|\bpro\+(?=\s)", re.IGNORECASE
 )
-_PLUS = "\ue000"
+_PLUS_MARK = "\ue000"
 
 # A count, and the brands that may come between it and the number.
 _COUNT_PATTERN = r"(?:(?:[1-9]|1[0-6])\s?[x×*]|(?:dual|two|triple|three|quad|four)\b)\s?"
@@ -93,7 +93,7 @@ _JOINED = re.compile(
     re.I,
 )
 # Memory modules: "2x48gb". In parentheses after a size, they repeat it.
-_STICKS = re.compile(r"\b([1-9]|1[0-6])\s?[x×*]\s?([0-9]{1,3})\s?gb\b", re.I)
+_MODULES = re.compile(r"\b([1-9]|1[0-6])\s?[x×*]\s?([0-9]{1,3})\s?gb\b", re.I)
 
 
 # "24g", "24gb", "24 gigs" and French "24 Go". A four-digit number with a "G" is a part number
@@ -123,7 +123,7 @@ _COUNTS = {
     "quad": 4,
     "four": 4,
 }
-_BEFORE = re.compile(
+_COUNT_BEFORE_NAME = re.compile(
     rf"(?:([1-9]|1[0-6])\s*(?:[x×*]\s*(?=[a-z])|[x×*]\s*(?=[0-9]{{4}})|×\s*|x\s+|\s[x*]\s+)|({'|'.join(_COUNTS)})[\s-]+)"
     r"(?=[a-z0-9])(?!channel)"
 )
@@ -181,29 +181,31 @@ _TYPED_SPELLINGS = [
 ]
 
 
-def read(part: str) -> Typed:
+def read(part: str) -> ParsedName:
     """Parse one part of a name."""
     text = _rewritten(part.lower().strip(), _TYPED_SPELLINGS)
     without_sizes = re.sub(rf"(?<![\w.]){_SIZE}", " ", text)
-    count, text = _counted(text)
-    ram, text = _ram(text)
-    own = None
+    count, text = _split_count(text)
+    ram, text = _split_ram(text)
+    own_gb = None
     # Drivers print "A100-SXM4-40GB".
-    found = re.search(rf"{_SIZE}\s*vram", text) or re.search(rf"(?<=[a-z0-9]-){_SIZE}", text)
-    if found:
-        own = _gigabytes(found[1], found[2])
-        text = _without(found)
-    sizes = tuple(
+    match = re.search(rf"{_SIZE}\s*vram", text) or re.search(rf"(?<=[a-z0-9]-){_SIZE}", text)
+    if match:
+        own_gb = _gigabytes(match[1], match[2])
+        text = _remove_match(match)
+    sizes_gb = tuple(
         _gigabytes(number, unit) for number, unit in re.findall(rf"(?<![\w.]){_SIZE}", text)
     )
     text = re.sub(rf"(?<![\w.]){_SIZE}", " ", text)
-    cores, memory, text = _cores(text)
-    if memory is not None and not sizes:
-        sizes = (memory,)
-    for size in (*sizes, own, ram.size_gb if ram else None):
-        if size is not None and not 0 < size < 1e6:
-            raise UsageError(f"{part!r} contains {size:g} GB of memory")
-    return Typed(words(text, several=count > 1), sizes, own, cores, count, ram, without_sizes)
+    cores, memory_gb, text = _split_cores(text)
+    if memory_gb is not None and not sizes_gb:
+        sizes_gb = (memory_gb,)
+    for size_gb in (*sizes_gb, own_gb, ram.size_gb if ram else None):
+        if size_gb is not None and not 0 < size_gb < 1e6:
+            raise UsageError(f"{part!r} contains {size_gb:g} GB of memory")
+    return ParsedName(
+        words(text, several=count > 1), sizes_gb, own_gb, cores, count, ram, without_sizes
+    )
 
 
 def _rewritten(text: str, rules: Sequence[tuple[re.Pattern[str], str]]) -> str:
@@ -218,75 +220,77 @@ def _gigabytes(number: str, unit: str) -> float:
     Drivers print MiB and omit a small part: 32607 MiB are 32 GB, 23034 MiB are 24 GB.
     """
     if unit == "mib":
-        shown = float(number) / 1024
-        if shown.is_integer():
-            return shown
-        return math.ceil(shown / 2) * 2
+        gib = float(number) / 1024
+        if gib.is_integer():
+            return gib
+        return math.ceil(gib / 2) * 2
     if unit.startswith("t"):
         return float(number) * 1024
     return float(number)
 
 
-def _without(found: re.Match[str]) -> str:
+def _remove_match(match: re.Match[str]) -> str:
     """Return the searched text with the match replaced by a blank."""
-    return f"{found.string[: found.start()]} {found.string[found.end() :]}"
+    return f"{match.string[: match.start()]} {match.string[match.end() :]}"
 
 
-def _counted(text: str) -> tuple[int, str]:
+def _split_count(text: str) -> tuple[int, str]:
     """Return the count and the remaining text.
 
     Formats are "2x rtx 3090", "2x3090", "dual 3090s", "rtx 3090 x2" and "3090x2".
     """
-    before = _BEFORE.match(text)
-    if before:
-        digits, word = before.groups()
+    count_match = _COUNT_BEFORE_NAME.match(text)
+    if count_match:
+        digits, word = count_match.groups()
         count = int(digits) if digits else _COUNTS[word]
-        return count, text[before.end() :]
+        return count, text[count_match.end() :]
     text = re.sub(r"\(\s*([1-9]|1[0-6])\s*[x×*]\s*\)\s*$", r" x\1", text)
-    count_alone = re.match(r"([2-9]|1[0-6])\s+(?=(?:[rg]tx\s?)?[0-9]{4}\b)", text)
-    found = count_alone or _COUNT_AFTER_NAME.search(text)
-    if found is None:
+    bare_count = re.match(r"([2-9]|1[0-6])\s+(?=(?:[rg]tx\s?)?[0-9]{4}\b)", text)
+    match = bare_count or _COUNT_AFTER_NAME.search(text)
+    if match is None:
         return 1, text
-    return int(found[1]), _without(found).strip()
+    return int(match[1]), _remove_match(match).strip()
 
 
-def _ram(text: str) -> tuple[StatedRam | None, str]:
+def _split_ram(text: str) -> tuple[StatedRam | None, str]:
     channels = 0
-    found = _CHANNELS.search(text)
-    if found:
-        channels = _CHANNEL_WORDS.get(found[1]) or int(found[1])
-        text = _without(found)
+    match = _CHANNELS.search(text)
+    if match:
+        channels = _CHANNEL_WORDS.get(match[1]) or int(match[1])
+        text = _remove_match(match)
     for pattern in _RAM:
-        found = pattern.search(text)
-        if found is None:
+        match = pattern.search(text)
+        if match is None:
             continue
-        groups = found.groupdict()
-        size = None
+        groups = match.groupdict()
+        size_gb = None
         if groups.get("number"):
-            size = _gigabytes(groups["number"], groups["unit"])
-        rate = int(groups.get("rate") or 0)
-        return StatedRam(size, groups.get("kind") or "", rate, channels), _without(found)
+            size_gb = _gigabytes(groups["number"], groups["unit"])
+        megatransfers_s = int(groups.get("rate") or 0)
+        return StatedRam(
+            size_gb, groups.get("kind") or "", megatransfers_s, channels
+        ), _remove_match(match)
     if channels:
         return NO_RAM._replace(channels=channels), text
     return None, text
 
 
-def _cores(text: str) -> tuple[int | None, float | None, str]:
+def _split_cores(text: str) -> tuple[int | None, float | None, str]:
     """Return GPU cores, memory in GB and the remaining text.
 
     Formats are "30-core GPU", "16c/40c" and Apple's "12/19/32" (CPU, GPU, GB).
     """
-    found = re.search(r"\(?\b([0-9]{1,2})/([0-9]{1,2})(?:/([0-9]{1,3}))?\b\)?", text)
-    if found:
-        memory = float(found[3]) if found[3] else None
-        return int(found[2]), memory, _without(found)
+    match = re.search(r"\(?\b([0-9]{1,2})/([0-9]{1,2})(?:/([0-9]{1,3}))?\b\)?", text)
+    if match:
+        memory = float(match[3]) if match[3] else None
+        return int(match[2]), memory, _remove_match(match)
     pattern = r"\b([0-9]{1,5})[\s-]*(?:cores?|c)\b[\s-]*(gpu|cpu)?"
     counts = re.findall(pattern, text)
-    rest = re.sub(pattern, " ", text)
-    of_gpu = [int(n) for n, of in counts if of == "gpu"]
-    unnamed = [int(n) for n, of in counts if not of]
-    cores = of_gpu or unnamed
-    return cores[-1] if cores else None, None, rest
+    remaining = re.sub(pattern, " ", text)
+    gpu_counts = [int(number) for number, kind in counts if kind == "gpu"]
+    other_counts = [int(number) for number, kind in counts if not kind]
+    cores = gpu_counts or other_counts
+    return cores[-1] if cores else None, None, remaining
 
 
 # Words around a Mac's chip: the model, the screen size in inches, and the year.
@@ -362,10 +366,10 @@ def words(text: str, *, several: bool = False) -> tuple[str, ...]:
     "rtx5090" and "RTX-5090" become rtx 5090, "m4max" m4 max, "max+" max. If `several`, a plural is
     accepted.
     """
-    found = [word for word in spelled(text, several=several) if word not in IGNORED]
-    if "laptop" in found:
-        return tuple(dict.fromkeys(found))
-    return tuple(found)
+    kept_words = [word for word in spelled(text, several=several) if word not in IGNORED]
+    if "laptop" in kept_words:
+        return tuple(dict.fromkeys(kept_words))
+    return tuple(kept_words)
 
 
 def spelled(text: str, *, several: bool = False) -> list[str]:
@@ -379,7 +383,7 @@ def spelled(text: str, *, several: bool = False) -> list[str]:
 
 
 # An unknown word after a number may make it another part, if it is as short as vendors' suffixes.
-_LONGEST_SUFFIX = 4
+_MAX_SUFFIX_CHARS = 4
 
 
 def is_number(word: str) -> bool:
@@ -389,19 +393,19 @@ def is_number(word: str) -> bool:
 
 def is_separate(before: Sequence[str], after: Sequence[str]) -> bool:
     """Return False if the word before or after a part's name could make it another part."""
-    last = "".join(before[-1:])
-    following = "".join(after[:1])
-    is_short = following.isalpha() and len(following) <= _LONGEST_SUFFIX
-    makes_another = following in SUFFIXES or (is_short and following not in DECORATIONS)
-    return not makes_another and last not in SUFFIXES - {"laptop"}
+    word_before = "".join(before[-1:])
+    word_after = "".join(after[:1])
+    is_short = word_after.isalpha() and len(word_after) <= _MAX_SUFFIX_CHARS
+    makes_another = word_after in SUFFIXES or (is_short and word_after not in DECORATIONS)
+    return not makes_another and word_before not in SUFFIXES - {"laptop"}
 
 
-def without_number(typed: Typed) -> Typed | None:
-    """Return `typed` with a bare number at its end read as memory ("M3 Ultra 512").
+def without_number(parsed: ParsedName) -> ParsedName | None:
+    """Return `parsed` with a bare number at its end read as memory ("M3 Ultra 512").
 
     Returns None if there is no such number or a size was stated.
     """
-    last = typed.words[-1] if typed.words else ""
-    if typed.sizes_gb or not last.isdecimal() or len(last) > 4:
+    last_word = parsed.words[-1] if parsed.words else ""
+    if parsed.sizes_gb or not last_word.isdecimal() or len(last_word) > 4:
         return None
-    return replace(typed, words=typed.words[:-1], sizes_gb=(float(last),))
+    return replace(parsed, words=parsed.words[:-1], sizes_gb=(float(last_word),))

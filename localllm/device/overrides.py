@@ -34,7 +34,7 @@ def with_memory(
             )
         device = replace(with_host(device, Computer([], ram=StatedRam(ram_gb))), simulated=True)
     if vram_headroom_gb is not None:
-        device = _keeping_of_cards(device, vram_headroom_gb)
+        device = _with_card_headroom(device, vram_headroom_gb)
     if headroom_gb is not None:
         if device.kind != "discrete":
             device = replace(device, memory=_with_headroom(device, device.memory, headroom_gb))
@@ -48,36 +48,44 @@ def _with_headroom(device: Device, pool: Memory, headroom_gb: float) -> Memory:
         raise UsageError(
             f"--headroom {headroom_gb:g} leaves no memory of {pool.total_bytes / 1e9:.1f} GB"
         )
-    changed = keeping(pool, int(headroom_gb * 1e9), others_bytes=pool.others_bytes)
+    with_headroom = keeping(pool, int(headroom_gb * 1e9), others_bytes=pool.others_bytes)
     if device.accelerator != "metal":
-        return changed
+        return with_headroom
     # macOS decides how much the GPU gets, so the limit is never raised.
-    limit = min(pool.limit_bytes, changed.limit_bytes)
-    return replace(changed, limit_bytes=limit, available_bytes=min(changed.available_bytes, limit))
+    limit_bytes = min(pool.limit_bytes, with_headroom.limit_bytes)
+    return replace(
+        with_headroom,
+        limit_bytes=limit_bytes,
+        available_bytes=min(with_headroom.available_bytes, limit_bytes),
+    )
 
 
-def _keeping_of_cards(device: Device, headroom_gb: float) -> Device:
+def _with_card_headroom(device: Device, headroom_gb: float) -> Device:
     """Keep `headroom_gb` free on the cards, divided among several cards by their memory.
 
     On a described card, the desktop's assumed use is part of the headroom.
     """
-    keep = int(headroom_gb * 1e9)
-    total = device.memory
-    if keep >= total.limit_bytes:
+    keep_bytes = int(headroom_gb * 1e9)
+    total_memory = device.memory
+    if keep_bytes >= total_memory.limit_bytes:
         raise UsageError(
-            f"--vram-headroom {headroom_gb:g} leaves no memory of {total.limit_bytes / 1e9:.1f} GB"
+            f"--vram-headroom {headroom_gb:g} leaves no memory of {total_memory.limit_bytes / 1e9:.1f} GB"
         )
 
     def kept(memory: Memory) -> Memory:
-        part = round(keep * memory.limit_bytes / total.limit_bytes)
-        others = 0 if device.simulated else memory.others_bytes
-        left = max(0, memory.limit_bytes - part)
-        now = min(left, max(0, memory.total_bytes - part - others))
+        card_bytes = round(keep_bytes * memory.limit_bytes / total_memory.limit_bytes)
+        others_bytes = 0 if device.simulated else memory.others_bytes
+        limit_left = max(0, memory.limit_bytes - card_bytes)
+        available_now = min(limit_left, max(0, memory.total_bytes - card_bytes - others_bytes))
         return replace(
-            memory, limit_bytes=left, available_bytes=now, system_bytes=part, others_bytes=others
+            memory,
+            limit_bytes=limit_left,
+            available_bytes=available_now,
+            system_bytes=card_bytes,
+            others_bytes=others_bytes,
         )
 
-    return cards.with_each(device, kept)
+    return cards.with_each_memory(device, kept)
 
 
 def overridden(
@@ -93,23 +101,25 @@ def overridden(
         finding = Finding("info", message, "--device NAME")
         device = replace(device, findings=(*device.findings, finding))
     if memory_gb is not None:
-        size = int(memory_gb * GIB)
+        size_bytes = int(memory_gb * GIB)
         if device.kind == "discrete":
-            memory = usable.described_card(size, "--memory", screens=True)
+            memory = usable.described_card(size_bytes, "--memory", screens=True)
         else:
             memory = usable.described_pool(
-                size, "--memory, less the memory reserved for the system", device.os
+                size_bytes, "--memory, less the memory reserved for the system", device.os
             )
             if device.accelerator == "metal":
-                memory = usable.mac(size, None, None, None)
+                memory = usable.mac(size_bytes, None, None, None)
         device = replace(device, memory=replace(memory, basis="given"), simulated=True, cards=())
     if bandwidth_gbps is not None:
         figure = Figure(bandwidth_gbps, "given", "--bandwidth")
         # A different bandwidth means a different machine. The rates measured on this processor do
         # not apply to it.
-        left = tuple(finding for finding in device.findings if "assumed" not in finding.message)
+        other_findings = tuple(
+            finding for finding in device.findings if "assumed" not in finding.message
+        )
         device = replace(
-            device, bandwidth_gbps=figure, simulated=True, matrix_rates=(), findings=left
+            device, bandwidth_gbps=figure, simulated=True, matrix_rates=(), findings=other_findings
         )
     return device
 

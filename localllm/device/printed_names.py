@@ -58,7 +58,7 @@ def _has_graphics(processor: str, graphics: str) -> bool:
         row = next(iter(rows), None)
     named = parts_table.plain(graphics)
     if named in _ANY_GRAPHICS or named == "radeon vega":
-        return row is not None or cpus.of_name(processor) is not None
+        return row is not None or cpus.processor_called(processor) is not None
     if row is None:
         return False
     return any(parts_table.plain(name) == named for name in row.names)

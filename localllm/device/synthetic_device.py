@@ -8,7 +8,7 @@ from itertools import chain
 
 from localllm.device import cards, parts_table, usable
 from localllm.device.cpus import USUAL_PROCESSOR, Processor
-from localllm.device.name_parser import Typed
+from localllm.device.name_parser import ParsedName
 from localllm.device.parts_table import DeviceRow
 from localllm.device.ram import NO_RAM, StatedRam
 from localllm.device.types import GIB, Device, Figure, Finding, Memory
@@ -34,7 +34,7 @@ class Computer:
     It holds the machines or cards, the processor, the system memory, and findings from the parsing.
     """
 
-    parts: list[tuple[tuple[DeviceRow, ...], Typed]]
+    parts: list[tuple[tuple[DeviceRow, ...], ParsedName]]
     cpu: Processor | None = None
     sockets: int = 1
     ram: StatedRam = NO_RAM
@@ -210,7 +210,7 @@ def together(devices: list[Device]) -> Device:
     found[:-1] = [
         replace(c, memory=with_released(c.memory, c.memory.others_bytes)) for c in found[:-1]
     ]
-    return replace(cards.together(cards.numbered(found)), findings=findings)
+    return replace(cards.combined(cards.numbered(found)), findings=findings)
 
 
 def with_host(device: Device, computer: Computer) -> Device:

@@ -146,7 +146,7 @@ class Ledger(NamedTuple):
 def with_used_cards(device: Device, placement: Placement) -> Device:
     """Return `device` with only the cards that `placement` uses."""
     if placement.cards:
-        return cards.only(device, placement.cards)
+        return cards.only_cards(device, placement.cards)
     return device
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
-from localllm.device.accelerators import KINDS, rival
+from localllm.device.accelerators import KINDS, rival_kind
 from localllm.device.types import Device
 from localllm.formatting import gb, mb
 from localllm.planner import (
@@ -264,7 +264,7 @@ _KERNELS_PAY = 1.05
 def _other_kernels(device: Device, plan: Plan) -> str | None:
     """Return the speed of llama.cpp's other build on a Radeon. Returns None on other machines, or
     if the speed is the same."""
-    other = rival(device.accelerator)
+    other = rival_kind(device.accelerator)
     if other is None or not backend_of(plan.variant).runs_on(other):
         return None
     vendor, _, _ = efficiency.generation(device.match or device.name)

@@ -22,7 +22,7 @@ from typing import Any
 
 from localllm import __version__
 from localllm.device import ggml
-from localllm.device.backend_view import ask_build
+from localllm.device.backend_view import query_build
 from localllm.device.probes import programs
 from localllm.device.probes.programs import ProgramAnswers
 from localllm.device.types import Device
@@ -95,7 +95,7 @@ def judge(backend: str, expected: ReferenceAnswer, environment: Mapping[str, str
 
     `backend` must be among its devices and must do the computation.
     """
-    build = ask_build(environment)
+    build = query_build(environment)
     if build.failure:
         return TrialVerdict(f"it does not start: {build.failure}")
     devices = tuple(
@@ -230,7 +230,7 @@ def examine(
     if build.failure:
         verdict = TrialVerdict(f"it does not start: {build.failure}")
         return SelfTest(device, build, "", verdict, (), (verdict.failure,))
-    driver = ggml.driven_by(device, build)
+    driver = ggml.driving_accelerator(device, build)
     if driver == "cpu" and build.accelerators:
         # The probes do not know this device (a software renderer). The build runs on it, so it is
         # tested.

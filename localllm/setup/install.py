@@ -22,7 +22,7 @@ from pathlib import Path
 
 from localllm import paths
 from localllm.device.accelerators import KINDS
-from localllm.device.backend_view import ask_build
+from localllm.device.backend_view import query_build
 from localllm.device.probes import programs
 from localllm.errors import LocalLLMError
 from localllm.setup import build_check, builds, installer, processor_part
@@ -149,7 +149,7 @@ def _judged(
     package = folder / "site" / "llama_cpp"
     own = ""
     if any("--only-binary" in step.pip for step in recipe.steps):
-        own = ask_build(plain).folder
+        own = query_build(plain).folder
     if own and processor_part.exchange(package, Path(own)):
         verdict = build_check.judge(recipe.backend, expected, environment)
         failure = verdict.failure or build_check.computed(expected, environment, layers=0).failure

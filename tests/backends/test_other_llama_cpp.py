@@ -16,8 +16,8 @@ import pytest
 
 from device import recordings
 from localllm.device import ggml
-from localllm.device.backend_view import ask_build
-from localllm.device.health import HealthFacts, judge
+from localllm.device.backend_view import query_build
+from localllm.device.health import HealthFacts, health_checks
 from localllm.device.machines import identify
 from localllm_backends.llamacpp.binding.c_headers import read_headers
 from localllm_backends.llamacpp.binding.descriptions import WantedNames
@@ -172,13 +172,13 @@ def test_a_missing_function_disables_only_its_capability_and_doctor_names_it(
     tmp_path: Path, function: str, off: set[str]
 ) -> None:
     lib = stub(tmp_path, without=[function])
-    build = ask_build({**os.environ, "LLAMA_CPP_LIB_PATH": str(lib)})
+    build = query_build({**os.environ, "LLAMA_CPP_LIB_PATH": str(lib)})
     assert build.failure == ""
     assert ggml.read(ggml.to_json(build)) == build
     of_build = ("rpc", "fp8_kv", "images", "audio")
     lacks = {name: why for name, why in build.lacks.items() if name not in of_build}
     assert set(lacks) == off
-    checks = judge(identify(recordings.load("cpu_only_vm")), HealthFacts(llama_cpp=build))
+    checks = health_checks(identify(recordings.load("cpu_only_vm")), HealthFacts(llama_cpp=build))
     told = [check for check in checks if function in check.message]
     assert len(told) == len(off)
     assert all(check.status == "warning" and str(lib) in check.message for check in told)

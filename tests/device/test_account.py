@@ -248,7 +248,7 @@ def test_a_gpu_known_only_to_a_build_has_the_free_memory_that_the_build_reports(
 ) -> None:
     files = {"/proc/meminfo": "MemTotal: 65536000 kB\nMemAvailable: 60000000 kB\n"}
     here = identify(Readings("linux", "x86_64", files))
-    used = backend_view.as_used(here, here, _build(log, log[: log.index("0:")], kind))
+    used = backend_view.as_build_uses(here, here, _build(log, log[: log.index("0:")], kind))
     assert used.memory.loadable_bytes / MIB == pytest.approx(most_mib, rel=1e-3)
 
 
@@ -264,7 +264,7 @@ def test_the_usable_part_of_a_carve_out_depends_on_the_build(
     gpu = ggml.GgmlDevice(
         f"{backend}0", "8060S", backend, "igpu", int(95.8 * GIB), int(seen_gib * GIB)
     )
-    used = backend_view.as_used(identify(readings), processor, ggml.GgmlBuild(devices=(gpu,)))
+    used = backend_view.as_build_uses(identify(readings), processor, ggml.GgmlBuild(devices=(gpu,)))
     assert used.memory.limit_bytes <= seen_gib * GIB
     assert used.memory.loadable_bytes / GIB <= gib + 1.9
     assert used.memory.loadable_bytes > 95 * GIB

@@ -72,7 +72,7 @@ def test_this_machine_has_memory_with_a_stated_basis() -> None:
 
 
 def test_a_measured_bandwidth_is_plausible_and_has_basis_and_date() -> None:
-    measured = bandwidth.rates(available_bytes=1 << 30, seconds=0.1)
+    measured = bandwidth.measure_rates(available_bytes=1 << 30, seconds=0.1)
     assert 0.5 < measured.value < 4000
     assert measured.figure.basis == "measured"
     assert re.search(r"\d{4}-\d{2}-\d{2}", measured.figure.source)
@@ -130,7 +130,7 @@ def test_kernel_speeds_of_a_processor_are_measured_once_per_build(
             assert figure.basis == "measured"
             assert re.search(rf"{rates.type} .*\d{{4}}-\d{{2}}-\d{{2}}", figure.source)
     assert detect().matrix_rates == first.matrix_rates
-    monkeypatch.setattr(backend_view, "identity", lambda: "another build")
+    monkeypatch.setattr(backend_view, "build_identity", lambda: "another build")
     assert detect().matrix_rates == ()
 
 
@@ -194,9 +194,9 @@ def test_without_measuring_no_file_is_written(own_cache: Path) -> None:
 def test_a_damaged_measurement_file_is_ignored_and_replaced(own_cache: Path, content: str) -> None:
     own_cache.mkdir()
     (own_cache / "bandwidth.json").write_text(content, encoding="utf-8")
-    assert bandwidth.SHELF.cached(own_cache, "m") is None
-    bandwidth.SHELF.keep(own_cache, "m", _taken(42.0))
-    assert bandwidth.SHELF.cached(own_cache, "m") == _taken(42.0).figure
+    assert bandwidth.FIGURES.cached(own_cache, "m") is None
+    bandwidth.FIGURES.keep(own_cache, "m", _taken(42.0))
+    assert bandwidth.FIGURES.cached(own_cache, "m") == _taken(42.0).figure
 
 
 def test_a_measurement_is_shown_even_if_it_cannot_be_kept(
@@ -204,7 +204,7 @@ def test_a_measurement_is_shown_even_if_it_cannot_be_kept(
 ) -> None:
     """For example with a full disk, or a home folder that is mounted read-only."""
     own_cache.touch()  # a file where the folder should be
-    monkeypatch.setattr(bandwidth, "rates", lambda **_: _taken(33.0))
+    monkeypatch.setattr(bandwidth, "measure_rates", lambda **_: _taken(33.0))
     device = from_readings(read(), measure=True, remeasure=True)
     if not measures_ram(device):
         return  # it takes bandwidth from a table
@@ -227,7 +227,7 @@ def test_a_measurement_records_how_busy_the_machine_was() -> None:
             stack.callback(other.kill)
             assert other.stdout is not None
             assert other.stdout.readline() == b"on\n"
-        measured = bandwidth.rates(available_bytes=1 << 30, seconds=0.5)
+        measured = bandwidth.measure_rates(available_bytes=1 << 30, seconds=0.5)
     assert measured.busy
     assert "while other programs used" in measured.figure.source
 
@@ -235,24 +235,24 @@ def test_a_measurement_records_how_busy_the_machine_was() -> None:
 def test_a_measurement_on_a_busy_machine_is_replaced_by_a_later_one(
     own_cache: Path,
 ) -> None:
-    assert bandwidth.SHELF.due(own_cache, "m")
-    bandwidth.SHELF.keep(own_cache, "m", _taken(7.0, others=0.6))
-    assert bandwidth.SHELF.due(own_cache, "m")
+    assert bandwidth.FIGURES.due(own_cache, "m")
+    bandwidth.FIGURES.keep(own_cache, "m", _taken(7.0, others=0.6))
+    assert bandwidth.FIGURES.due(own_cache, "m")
     # Memory can't be faster than its limit, so a lower figure is ignored, busy or not.
-    assert bandwidth.SHELF.keep(own_cache, "m", _taken(5.0, others=0.9)).value == 7.0
-    assert bandwidth.SHELF.keep(own_cache, "m", _taken(20.0)).value == 20.0
-    assert not bandwidth.SHELF.due(own_cache, "m")
-    assert bandwidth.SHELF.cached(own_cache, "m") == _taken(20.0).figure
+    assert bandwidth.FIGURES.keep(own_cache, "m", _taken(5.0, others=0.9)).value == 7.0
+    assert bandwidth.FIGURES.keep(own_cache, "m", _taken(20.0)).value == 20.0
+    assert not bandwidth.FIGURES.due(own_cache, "m")
+    assert bandwidth.FIGURES.cached(own_cache, "m") == _taken(20.0).figure
 
 
 def test_a_machine_that_is_always_busy_is_not_measured_forever(own_cache: Path) -> None:
     tried = 0
-    while bandwidth.SHELF.due(own_cache, "m"):
-        bandwidth.SHELF.keep(own_cache, "m", _taken(7.0 + tried, others=0.6))
+    while bandwidth.FIGURES.due(own_cache, "m"):
+        bandwidth.FIGURES.keep(own_cache, "m", _taken(7.0 + tried, others=0.6))
         tried += 1
         assert tried < 20
     assert tried == 5
-    figure = bandwidth.SHELF.cached(own_cache, "m")
+    figure = bandwidth.FIGURES.cached(own_cache, "m")
     assert figure is not None
     assert figure.value == 11.0
 
@@ -265,20 +265,20 @@ def test_plans_do_not_rely_on_a_measurement_from_a_busy_machine(
     often that no quiet moment can be expected."""
     folder = tmp_path_factory.mktemp("kept")
     for gbps in busy:
-        bandwidth.SHELF.keep(folder, "m", _taken(gbps, others=0.6))
-        assert bandwidth.SHELF.reliable(folder, "m") is None
-    bandwidth.SHELF.keep(folder, "m", _taken(max([quiet, *busy])))
-    assert bandwidth.SHELF.reliable(folder, "m") is not None
+        bandwidth.FIGURES.keep(folder, "m", _taken(gbps, others=0.6))
+        assert bandwidth.FIGURES.reliable(folder, "m") is None
+    bandwidth.FIGURES.keep(folder, "m", _taken(max([quiet, *busy])))
+    assert bandwidth.FIGURES.reliable(folder, "m") is not None
 
 
 def test_a_requested_measurement_replaces_an_earlier_one_from_an_idle_machine(
     own_cache: Path,
 ) -> None:
-    bandwidth.SHELF.keep(own_cache, "m", _taken(20.0))
-    assert bandwidth.SHELF.keep(own_cache, "m", _taken(18.0)).value == 18.0
+    bandwidth.FIGURES.keep(own_cache, "m", _taken(20.0))
+    assert bandwidth.FIGURES.keep(own_cache, "m", _taken(18.0)).value == 18.0
     # A measurement on a busy machine does not replace one that was made on a quiet machine.
-    assert bandwidth.SHELF.keep(own_cache, "m", _taken(7.0, others=0.6)).value == 18.0
-    assert not bandwidth.SHELF.due(own_cache, "m")
+    assert bandwidth.FIGURES.keep(own_cache, "m", _taken(7.0, others=0.6)).value == 18.0
+    assert not bandwidth.FIGURES.due(own_cache, "m")
 
 
 class FakeNvml:

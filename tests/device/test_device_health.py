@@ -14,7 +14,7 @@ from device import recordings
 from localllm.cli.commands import device as device_command
 from localllm.cli.commands import doctor as doctor_command
 from localllm.device.ggml import GgmlBuild
-from localllm.device.health import BuildFacts, HealthCheck, HealthFacts, judge
+from localllm.device.health import BuildFacts, HealthCheck, HealthFacts, health_checks
 from localllm.device.machines import identify
 from localllm.device.name_lookup import resolve
 from localllm.device.probes import health
@@ -32,7 +32,7 @@ def named(checks: list[HealthCheck], name: str) -> list[HealthCheck]:
 
 
 def test_without_readings_only_device_and_memory_can_be_ok() -> None:
-    checks = judge(identify(recordings.load("cpu_only_ddr4_one_stick")), HealthFacts())
+    checks = health_checks(identify(recordings.load("cpu_only_ddr4_one_stick")), HealthFacts())
     assert {check.name for check in checks if check.status == "ok"} <= {"device", "memory"}
     assert {"swap", "memory pressure", "power", "disk", "file limit"} <= {
         check.name for check in checks if check.status == "not checked"
@@ -44,7 +44,7 @@ def test_without_readings_only_device_and_memory_can_be_ok() -> None:
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 120])
 def test_a_narrow_terminal_breaks_lines_between_words(columns: int) -> None:
-    checks = judge(identify(recordings.load("cpu_only_ddr4_one_stick")), HealthFacts())
+    checks = health_checks(identify(recordings.load("cpu_only_ddr4_one_stick")), HealthFacts())
     said = doctor_command.lines(checks, columns)
     assert max(map(len, said)) <= columns
     assert " ".join(said).split() == " ".join(doctor_command.lines(checks)).split()
@@ -52,7 +52,7 @@ def test_a_narrow_terminal_breaks_lines_between_words(columns: int) -> None:
 
 def test_a_cpu_build_on_a_cuda_machine_is_an_error_with_the_command_that_rebuilds_it() -> None:
     device = identify(recordings.load("rtx_4070_desktop"))
-    (check,) = named(judge(device, HealthFacts(build=CPU_BUILD)), "llama.cpp build")
+    (check,) = named(health_checks(device, HealthFacts(build=CPU_BUILD)), "llama.cpp build")
     assert check.status == "error"
     assert check.fix == "localllm setup"
 
@@ -73,7 +73,7 @@ def test_cuda_code_must_be_of_the_gpus_major_version(
 ) -> None:
     device = identify(recordings.load(recording))
     build = BuildFacts("llama-cpp-python 0.3.36", CUDA_LIBRARIES, architectures)
-    (check,) = named(judge(device, HealthFacts(build=build)), "llama.cpp build")
+    (check,) = named(health_checks(device, HealthFacts(build=build)), "llama.cpp build")
     assert check.status == status
     assert status != "error" or check.fix == "localllm setup"
 
@@ -91,7 +91,7 @@ def test_architectures_are_read_out_of_the_library(
 
 def test_no_llama_cpp_at_all_is_an_error() -> None:
     (check,) = named(
-        judge(identify(recordings.load("cpu_only_vm")), HealthFacts()), "llama.cpp build"
+        health_checks(identify(recordings.load("cpu_only_vm")), HealthFacts()), "llama.cpp build"
     )
     assert (check.status, check.fix) == ("error", "pip install llama-cpp-python")
 
@@ -99,15 +99,19 @@ def test_no_llama_cpp_at_all_is_an_error() -> None:
 def test_a_vulkan_build_for_an_amd_gpu_causes_no_finding() -> None:
     device = identify(recordings.load("rx_7900_xtx"))
     build = BuildFacts("llama-cpp-python 0.3.36", (*CPU_BUILD.libraries, "libggml-vulkan.so"))
-    (check,) = named(judge(device, HealthFacts(build=build)), "llama.cpp build")
+    (check,) = named(health_checks(device, HealthFacts(build=build)), "llama.cpp build")
     assert check.status == "ok"
 
 
 def test_the_devices_own_warnings_appear_with_their_fix() -> None:
-    checks = judge(identify(recordings.load("strix_halo_default")), HealthFacts(build=CPU_BUILD))
+    checks = health_checks(
+        identify(recordings.load("strix_halo_default")), HealthFacts(build=CPU_BUILD)
+    )
     assert any("ttm.pages_limit=" in check.fix for check in checks)
     assert not named(checks, "GTT limit")
-    raised = judge(identify(recordings.load("strix_halo_raised")), HealthFacts(build=CPU_BUILD))
+    raised = health_checks(
+        identify(recordings.load("strix_halo_raised")), HealthFacts(build=CPU_BUILD)
+    )
     assert [check.status for check in named(raised, "GTT limit")] == ["ok"]
 
 
@@ -136,19 +140,19 @@ def test_the_devices_own_warnings_appear_with_their_fix() -> None:
 def test_each_check_warns_exactly_under_its_condition(
     facts: HealthFacts, name: str, status: str
 ) -> None:
-    (check,) = named(judge(identify(recordings.load("cpu_only_vm")), facts), name)
+    (check,) = named(health_checks(identify(recordings.load("cpu_only_vm")), facts), name)
     assert check.status == status
     assert status != "warning" or check.fix
 
 
 def test_macos_low_power_mode_and_wired_limit_are_judged() -> None:
     mac = identify(recordings.load("mac_m5_max_128gb_stock"))
-    slow = judge(mac, HealthFacts(pmset="Battery Power:\n lowpowermode         1\n"))
+    slow = health_checks(mac, HealthFacts(pmset="Battery Power:\n lowpowermode         1\n"))
     assert [check.status for check in named(slow, "power")] == ["warning"]
     (limit,) = named(slow, "wired limit")
     assert limit.status == "ok"
     assert "iogpu.wired_limit_mb=" in limit.message
-    blind = judge(identify(recordings.load("mac_m4_max_64gb")), HealthFacts())
+    blind = health_checks(identify(recordings.load("mac_m4_max_64gb")), HealthFacts())
     assert [check.status for check in named(blind, "wired limit")] == ["not checked"]
 
 
@@ -184,7 +188,7 @@ def test_libraries_in_place_of_the_wheels_are_checked_and_named(
     assert build.accelerators == ("cuda",)
     device = identify(recordings.load("cpu_only_vm"))
     lacking = GgmlBuild(version="llama 1.0.0", lacks={"mtp": "no function"})
-    checks = judge(device, HealthFacts(build=build, llama_cpp=lacking))
+    checks = health_checks(device, HealthFacts(build=build, llama_cpp=lacking))
     (drafting,) = named(checks, "llama.cpp MTP drafting")
     assert "unset LLAMA_CPP_LIB_PATH" in drafting.fix
     assert lacking.title == "llama.cpp 1.0.0"
@@ -251,7 +255,7 @@ def test_doctor_runs_here_and_its_json_lists_every_check(
 
 
 def test_an_assumed_bandwidth_is_a_finding_of_doctor() -> None:
-    first = judge(identify(recordings.load("cpu_only_vm")), HealthFacts())[0]
+    first = health_checks(identify(recordings.load("cpu_only_vm")), HealthFacts())[0]
     assert (first.status, first.fix) == ("warning", "localllm device --measure")
 
 
@@ -262,7 +266,7 @@ def test_doctor_and_device_print_the_account_of_each_memory(name: str) -> None:
     device = resolve(name)
     memories = [card.memory for card in device.cards] or [device.memory]
     memories += [device.host] if device.host is not None and device.kind == "discrete" else []
-    checked, shown = judge(device, HealthFacts())[0].message, device_command.lines(device)
+    checked, shown = health_checks(device, HealthFacts())[0].message, device_command.lines(device)
     assert len(device.accounts) == len(memories)
     for memory, line in zip(memories, device.accounts, strict=True):
         assert line.endswith(memory.account())

@@ -408,7 +408,7 @@ def test_a_processor_named_with_cards_provides_the_host_cores_and_memory() -> No
 def test_a_processor_is_known_by_the_name_its_system_prints(
     printed: str, line: str, cores: int
 ) -> None:
-    found = cpus.of_name(printed)
+    found = cpus.processor_called(printed)
     assert found is not None
     assert (found.line, found.cores) == (line, cores)
 
@@ -418,4 +418,4 @@ def test_a_processor_is_known_by_the_name_its_system_prints(
     ["AMD Radeon RX 7900 XTX", "NVIDIA GeForce RTX 4090", "QEMU Virtual CPU version 2.5+", ""],
 )
 def test_a_card_number_is_not_resolved_as_a_processor(name: str) -> None:
-    assert cpus.of_name(name) is None
+    assert cpus.processor_called(name) is None

@@ -15,8 +15,8 @@ import pytest
 
 from device import recordings
 from localllm.device import backend_view, ggml, parts_table
-from localllm.device.backend_view import ask_build
-from localllm.device.health import HealthFacts, judge
+from localllm.device.backend_view import query_build
+from localllm.device.health import HealthFacts, health_checks
 from localllm.device.machines import identify
 from support.native_library import compile_library, include_folder
 
@@ -65,7 +65,7 @@ def cpu_build() -> ggml.GgmlBuild:
 
 
 def test_the_installed_build_names_its_processor() -> None:
-    build = ask_build()
+    build = query_build()
     assert build.failure == ""
     (cpu,) = [device for device in build.devices if device.type == "cpu"]
     assert cpu.memory_total_bytes > 1 << 28
@@ -105,7 +105,7 @@ def broken_library(folder: Path, program: str) -> dict[str, str]:
 def test_a_build_that_crashes_its_process_causes_one_message(
     tmp_path: Path, program: str, told: str
 ) -> None:
-    build = ask_build(
+    build = query_build(
         broken_library(tmp_path, program),
         timeout_s=2.0 if told == "did not end in time" else 60.0,
     )
@@ -118,7 +118,7 @@ def test_a_build_that_crashes_its_process_causes_one_message(
 def test_a_process_that_outlives_a_hanging_program_is_not_waited_for(tmp_path: Path) -> None:
     """It holds the output of the program open."""
     environment = broken_library(tmp_path, "fork() ? pause() : (int)sleep(60);")
-    assert "did not end in time" in ask_build(environment, timeout_s=2.0).failure
+    assert "did not end in time" in query_build(environment, timeout_s=2.0).failure
     left = [p for p in psutil.process_iter() if str(tmp_path) in environment_of(p)]
     assert len(left) == 1
     left[0].kill()
@@ -140,7 +140,7 @@ def test_messages_of_a_backend_on_standard_error_are_parsed_too(tmp_path: Path) 
         f"import sys\nprint({VULKAN_LINE!r}, file=sys.stderr)\nprint('a driver "
         f"greets')\nprint({json.dumps(answered)!r})\n"
     )
-    build = ask_build(
+    build = query_build(
         {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
@@ -204,20 +204,20 @@ def test_a_limit_on_single_allocations_is_reported() -> None:
 
 def test_doctor_lists_the_devices_or_reports_that_no_build_was_queried() -> None:
     machine = identify(recordings.load("rtx_4070_desktop"))
-    asked = judge(
+    asked = health_checks(
         machine, HealthFacts(llama_cpp=answer("CUDA0", "CUDA", machine.memory.total_bytes))
     )
     assert [c.status for c in asked if c.name == "llama.cpp device"] == ["ok"]
-    assert [c.status for c in judge(machine, HealthFacts()) if c.name == "llama.cpp device"] == [
-        "not checked"
-    ]
+    assert [
+        c.status for c in health_checks(machine, HealthFacts()) if c.name == "llama.cpp device"
+    ] == ["not checked"]
 
 
 @pytest.mark.parametrize("name", [n for n in recordings.names() if not n.startswith("mac")])
 def test_plans_with_a_cpu_only_build_are_for_the_cpu(name: str) -> None:
     readings = recordings.load(name)
     machine, processor = identify(readings), identify(backend_view.without_gpus(readings))
-    used = backend_view.as_used(machine, processor, cpu_build())
+    used = backend_view.as_build_uses(machine, processor, cpu_build())
     assert used.accelerator == "cpu"
     assert used.memory.limit_bytes <= processor.memory.total_bytes
     if machine.accelerator != "cpu":
@@ -228,17 +228,19 @@ def test_plans_with_a_cpu_only_build_are_for_the_cpu(name: str) -> None:
 def test_plans_use_the_backend_that_supports_the_gpu() -> None:
     machine = identify(recordings.load("strix_halo_raised"))
     vulkan = answer("Vulkan0", "Vulkan", machine.memory.limit_bytes, kind="igpu")
-    used = backend_view.as_used(machine, machine, vulkan)
+    used = backend_view.as_build_uses(machine, machine, vulkan)
     assert (used.accelerator, used.memory) == ("vulkan", machine.memory)
     rocm = answer("ROCm0", "ROCm", machine.memory.limit_bytes)
-    assert backend_view.as_used(machine, machine, rocm) == machine
+    assert backend_view.as_build_uses(machine, machine, rocm) == machine
 
 
 def test_a_missing_or_silent_engine_does_not_change_plans() -> None:
     machine = identify(recordings.load("rtx_4070_desktop"))
-    assert backend_view.as_used(machine, machine, None) == machine
+    assert backend_view.as_build_uses(machine, machine, None) == machine
     assert (
-        backend_view.as_used(machine, machine, ggml.GgmlBuild(failure="it did not end in time"))
+        backend_view.as_build_uses(
+            machine, machine, ggml.GgmlBuild(failure="it did not end in time")
+        )
         == machine
     )
 
@@ -246,7 +248,9 @@ def test_a_missing_or_silent_engine_does_not_change_plans() -> None:
 @pytest.mark.parametrize(("kind", "expected"), [("gpu", "discrete"), ("igpu", "unified")])
 def test_plans_are_for_a_gpu_that_only_the_build_knows(kind: str, expected: str) -> None:
     machine = identify(recordings.load("cpu_only_ddr4_one_stick"))
-    used = backend_view.as_used(machine, machine, answer("Vulkan0", "Vulkan", 2 << 30, kind=kind))
+    used = backend_view.as_build_uses(
+        machine, machine, answer("Vulkan0", "Vulkan", 2 << 30, kind=kind)
+    )
     assert (used.kind, used.accelerator, used.memory.limit_bytes) == (expected, "vulkan", 2 << 30)
     assert used.host == (machine.memory if expected == "discrete" else None)
     like = parts_table.bandwidth_of_similar("", "", 2 << 30)

@@ -93,7 +93,7 @@ def test_the_name_that_device_prints_names_the_same_device() -> None:
     ],
 )
 def test_a_printed_processor_is_the_detected_one(printed: str, name: str, cores: int) -> None:
-    detected = cpus.of_name(printed)
+    detected = cpus.processor_called(printed)
     typed = resolve(printed)
     assert detected is not None
     assert (typed.cpu, typed.n_cpu_cores) == (detected.name, detected.cores)

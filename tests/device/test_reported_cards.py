@@ -15,7 +15,7 @@ import pytest
 
 from localllm.device import backend_view, ggml
 from localllm.device.machines import identify
-from localllm.device.parsers.gpus import visible
+from localllm.device.parsers.gpus import visible_gpu_indices
 from localllm.device.types import Device, Readings
 
 GIB = 1 << 30
@@ -103,7 +103,7 @@ def test_a_visibility_variable_that_hides_no_card_is_not_mentioned() -> None:
     assert "VISIBLE" not in said(
         linux(nvml=nvidia(*MIXED), environment="CUDA_VISIBLE_DEVICES=0,1,2")
     )
-    assert visible(None, ["", ""]) == [0, 1]
+    assert visible_gpu_indices(None, ["", ""]) == [0, 1]
 
 
 def test_cards_of_amd_are_hidden_by_its_own_variables() -> None:
@@ -417,7 +417,7 @@ def vulkan_build(*gpus: tuple[str, float, str]) -> ggml.GgmlBuild:
 def test_a_second_equal_card_listed_once_in_the_registry_is_counted() -> None:
     one = linux(amd(0, "0x744c", 24, 31, revision="0xc8", board_info="type : cem\n"))
     navi = "AMD Radeon RX 7900 XTX (RADV NAVI31)"
-    used = backend_view.as_used(
+    used = backend_view.as_build_uses(
         one, one, vulkan_build((navi, 24, "0000:0b:00.0"), (navi, 24, "0000:03:00.0"))
     )
     assert (used.n_gpus, used.accelerator) == (2, "vulkan")
@@ -431,7 +431,7 @@ def test_under_vulkan_cards_of_two_makers_share_a_model_in_the_order_of_their_ad
         ("NVIDIA GeForce RTX 5060 Ti", 15.93, "0000:41:00.0"),
         ("AMD Radeon RX 7900 XTX (RADV NAVI31)", 24, "0000:03:00.0"),
     )
-    used = backend_view.as_used(nvidia_alone, nvidia_alone, build)
+    used = backend_view.as_build_uses(nvidia_alone, nvidia_alone, build)
     assert [(c.number, c.match, c.accelerator) for c in used.cards] == [
         (0, "Radeon RX 7900 XTX", "vulkan"), (1, "GeForce RTX 5060 Ti 16 GB", "vulkan"),
     ]  # fmt: skip
@@ -446,5 +446,5 @@ def test_a_build_that_misses_one_card_does_not_change_the_device() -> None:
         [("NVIDIA GeForce RTX 5090", 32, "")],
         [("NVIDIA GeForce RTX 5090", 32, ""), ("A", 8, ""), ("B", 8, "")],
     ):
-        used = backend_view.as_used(two, two, vulkan_build(*seen))  # type: ignore[arg-type]
+        used = backend_view.as_build_uses(two, two, vulkan_build(*seen))  # type: ignore[arg-type]
         assert [c.match for c in used.cards] == [c.match for c in two.cards]

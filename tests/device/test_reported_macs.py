@@ -77,7 +77,7 @@ def test_the_smaller_m5_pro_has_a_row() -> None:
 def test_low_power_mode_is_detected_under_both_names(pmset: str, status: str) -> None:
     facts = replace(health.HealthFacts(), pmset=pmset)
     device = mac("machdep.cpu.brand_string: Apple M2\n" + SIZE, ioreg='"gpu-core-count" = 10')
-    found = next(check for check in health.judge(device, facts) if check.name == "power")
+    found = next(check for check in health.health_checks(device, facts) if check.name == "power")
     assert found.status == status
     if status == "warning":
         assert pmset.split()[-2] in found.fix

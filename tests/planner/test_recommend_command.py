@@ -147,7 +147,7 @@ def test_an_answer_does_not_wait_for_kernel_or_memory_timing(
         raise AssertionError("somebody waits for this")
 
     monkeypatch.setattr(matrix_rate, "measure", timed)
-    monkeypatch.setattr(bandwidth, "rates", timed)
+    monkeypatch.setattr(bandwidth, "measure_rates", timed)
     assert "Recommended for chat" in run()
 
 

@@ -108,7 +108,7 @@ def test_a_better_build_is_suggested_with_the_expected_speed() -> None:
     plain = replace(
         card, name="a processor", bandwidth_gbps=Figure(50, "given"), host=None, match=""
     )
-    processor = backend_view.as_used(card, plain, ggml.GgmlBuild())
+    processor = backend_view.as_build_uses(card, plain, ggml.GgmlBuild())
     said = engine_builds.speed_note(processor, card, engine_builds.reference_plan(processor))
     assert "tok/s" in said
     assert "localllm setup" in said

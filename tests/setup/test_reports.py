@@ -254,7 +254,7 @@ def seen_by(name: str, backend: str, total_gib: float, free_gib: float) -> Memor
         f"{backend}0", "8060S", backend, "igpu", int(free_gib * GIB), int(total_gib * GIB)
     )
     processor = identify(backend_view.without_gpus(readings))
-    return backend_view.as_used(
+    return backend_view.as_build_uses(
         identify(readings), processor, ggml.GgmlBuild(devices=(gpu,))
     ).memory
 

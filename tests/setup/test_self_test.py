@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from device import recordings
 from localllm.cli.all_commands import app
-from localllm.device.backend_view import ask_build
+from localllm.device.backend_view import query_build
 from localllm.device.machines import identify
 from localllm.library import starter
 from localllm.setup import build_check
@@ -30,7 +30,7 @@ MACHINE = identify(recordings.load("cpu_only_vm"))
 
 def test_every_check_runs_on_the_real_engine_and_the_report_names_them(tiny_model: Path) -> None:
     shown: list[str] = []
-    test = build_check.examine(MACHINE, ask_build(), tiny_model, dict(os.environ), shown.append)
+    test = build_check.examine(MACHINE, query_build(), tiny_model, dict(os.environ), shown.append)
     assert test.failures == ()
     assert shown == [f"checking that {check['check']} …" for check in test.checks]
     assert len(test.checks) == len(conformance.CHECKS)
@@ -120,7 +120,7 @@ def test_a_device_lost_during_a_check_is_named_with_the_check(
     )
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
-    test = build_check.examine(MACHINE, ask_build(), tiny_model, environment)
+    test = build_check.examine(MACHINE, query_build(), tiny_model, environment)
     (failure,) = test.failures
     assert "a fork at the end continues independently" in failure
     assert "SIGABRT" in failure
@@ -131,7 +131,8 @@ def test_a_device_lost_during_a_check_is_named_with_the_check(
 
 def test_a_build_that_does_not_start_also_produces_a_report() -> None:
     build = replace(
-        ask_build(), failure="its process ended with signal SIGSEGV: /home/somebody/lib/libggml.so"
+        query_build(),
+        failure="its process ended with signal SIGSEGV: /home/somebody/lib/libggml.so",
     )
     test = build_check.examine(MACHINE, build, Path("none"), {})
     text = "\n".join(build_check.report(test))

@@ -221,7 +221,7 @@ def _findings(machine: Device) -> list[str]:
 
 def _machine_and_host(name: str) -> tuple[Device, BuildHost]:
     """Return this machine or the named one, and its build tools."""
-    from localllm.device.backend_view import ask_build
+    from localllm.device.backend_view import query_build
     from localllm.device.detect import hardware
     from localllm.device.name_lookup import resolve
     from localllm.setup import builds, host
@@ -229,7 +229,7 @@ def _machine_and_host(name: str) -> tuple[Device, BuildHost]:
     if name:
         simulated = resolve(name)
         return simulated, host.assumed(simulated)
-    return hardware(), host.read(ask_build(builds.plain()).accelerators or ("cpu",))
+    return hardware(), host.read(query_build(builds.plain()).accelerators or ("cpu",))
 
 
 def _set_up(

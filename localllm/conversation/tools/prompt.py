@@ -23,7 +23,7 @@ To call a function, answer with its name and arguments as JSON between tags, and
 </tool_call>"""
 
 
-_LONGEST_NAME = 256
+_MAX_NAME_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +37,20 @@ class Choice:
     name: str | None = None
 
 
-def checked(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
     """The function tools of a request, each completed with a description and parameters.
 
     Raises RequestError.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for i, sent in enumerate(tools or ()):
-        spot = f"tools[{i}]"
-        tool = _checked_tool(sent, spot)
+    tools_by_name: dict[str, dict[str, Any]] = {}
+    for i, sent_tool in enumerate(tools or ()):
+        place = f"tools[{i}]"
+        tool = _checked_tool(sent_tool, place)
         name = tool["function"]["name"]
-        if name in found:
-            raise RequestError(f"{spot}: two tools have the name {name[:60]!r}", param=spot)
-        found[name] = tool
-    return list(found.values())
+        if name in tools_by_name:
+            raise RequestError(f"{place}: two tools have the name {name[:60]!r}", param=place)
+        tools_by_name[name] = tool
+    return list(tools_by_name.values())
 
 
 def _checked_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def _checked_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(function, Mapping):
         function = {}
     name = function.get("name")
-    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_CHARS:
         raise RequestError(f"{where}.function needs a name", param=where)
     schema = function.get("parameters")
     if schema is not None and not isinstance(schema, Mapping):
@@ -79,48 +79,53 @@ def _checked_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     return checked_tool
 
 
-def narrowed(sent: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
+def apply_allowed_tools(tool_choice: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
     """The selected subset of `tools` and a plain choice, from OpenAI's `allowed_tools`.
 
     Any other `tool_choice` is returned unchanged with all tools. Raises RequestError.
     """
-    if not isinstance(sent, Mapping) or sent.get("type") != "allowed_tools":
-        return list(tools), sent
-    inner = sent
-    if isinstance(sent.get("allowed_tools"), Mapping):
-        inner = sent["allowed_tools"]
-    listed = inner.get("tools")
-    mode = inner.get("mode", "auto")
-    if not isinstance(listed, list) or mode not in ("auto", "required"):
+    if not isinstance(tool_choice, Mapping) or tool_choice.get("type") != "allowed_tools":
+        return list(tools), tool_choice
+    fields = tool_choice
+    if isinstance(tool_choice.get("allowed_tools"), Mapping):
+        fields = tool_choice["allowed_tools"]
+    listed_tools = fields.get("tools")
+    mode = fields.get("mode", "auto")
+    if not isinstance(listed_tools, list) or mode not in ("auto", "required"):
         raise RequestError(
             "allowed_tools needs an array of tools and a mode, auto or required",
             param="tool_choice",
         )
-    wanted: list[Any] = []
-    for tool in listed:
+    allowed_names: list[Any] = []
+    for tool in listed_tools:
         if isinstance(tool, Mapping) and tool.get("type", "function") == "function":
             function = tool.get("function")
-            wanted.append((function if isinstance(function, Mapping) else tool).get("name"))
-    chosen = [tool for tool in tools if parameters_of(tool)[0] in wanted]
-    if len(chosen) < len(wanted):
+            allowed_names.append((function if isinstance(function, Mapping) else tool).get("name"))
+    allowed_tools = [tool for tool in tools if parameters_of(tool)[0] in allowed_names]
+    if len(allowed_tools) < len(allowed_names):
         raise RequestError(
             "allowed_tools names a function that is not among the tools", param="tool_choice"
         )
-    return chosen, mode
+    return allowed_tools, mode
 
 
-def choice_of(sent: Any, tools: Sequence[Tool]) -> Choice:
+def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> Choice:
     """OpenAI's `tool_choice` for these tools. Raises RequestError."""
-    if sent is None:
+    if tool_choice is None:
         return Choice("auto" if tools else "none")
-    if isinstance(sent, Mapping) and sent.get("type") in ("auto", "none", "required", "any"):
-        sent = sent["type"]
-    if isinstance(sent, Mapping):
-        return Choice("required", _chosen_name(sent, tools))
-    mode = {"any": "required"}.get(sent, sent)
+    if isinstance(tool_choice, Mapping) and tool_choice.get("type") in (
+        "auto",
+        "none",
+        "required",
+        "any",
+    ):
+        tool_choice = tool_choice["type"]
+    if isinstance(tool_choice, Mapping):
+        return Choice("required", _chosen_name(tool_choice, tools))
+    mode = {"any": "required"}.get(tool_choice, tool_choice)
     if mode not in ("auto", "none", "required"):
         raise RequestError(
-            f"tool_choice {str(sent)[:40]!r} is not auto, none, required or a function",
+            f"tool_choice {str(tool_choice)[:40]!r} is not auto, none, required or a function",
             param="tool_choice",
         )
     if mode == "required" and not tools:
@@ -130,10 +135,10 @@ def choice_of(sent: Any, tools: Sequence[Tool]) -> Choice:
     return Choice(mode if tools else "none")
 
 
-def _chosen_name(sent: Mapping[str, Any], tools: Sequence[Tool]) -> str:
-    inner = sent.get("function")
-    name = (inner if isinstance(inner, Mapping) else sent).get("name")
-    if sent.get("type") != "function" or not isinstance(name, str):
+def _chosen_name(tool_choice: Mapping[str, Any], tools: Sequence[Tool]) -> str:
+    function = tool_choice.get("function")
+    name = (function if isinstance(function, Mapping) else tool_choice).get("name")
+    if tool_choice.get("type") != "function" or not isinstance(name, str):
         raise RequestError(
             "tool_choice must be a string, or an object that names a function", param="tool_choice"
         )
@@ -148,27 +153,30 @@ def with_instruction(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]
 ) -> list[dict[str, Any]]:
     """The conversation for a template without tools, with offers and earlier calls as text."""
-    rewritten = [_as_text(m) for m in messages]
+    rewritten = [_as_text(message) for message in messages]
     if not tools:
         return rewritten
-    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    offer = INSTRUCTION.format(tools=listed)
+    tool_lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    instruction = INSTRUCTION.format(tools=tool_lines)
     if rewritten and rewritten[0]["role"] == "system":
-        rewritten[0] = {**rewritten[0], "content": f"{rewritten[0]['content']}\n\n{offer}".strip()}
+        rewritten[0] = {
+            **rewritten[0],
+            "content": f"{rewritten[0]['content']}\n\n{instruction}".strip(),
+        }
         return rewritten
-    return [{"role": "system", "content": offer}, *rewritten]
+    return [{"role": "system", "content": instruction}, *rewritten]
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    plain = dict(message)
+    copy = dict(message)
     if message["role"] == "tool":
         content = f"<tool_response>\n{message['content']}\n</tool_response>"
         return {"role": "user", "content": content}
-    calls = plain.pop("tool_calls", None)
+    calls = copy.pop("tool_calls", None)
     if calls:
         blocks = [_call_as_text(call["function"]) for call in calls]
-        plain["content"] = "\n".join([plain["content"], *blocks]).strip()
-    return plain
+        copy["content"] = "\n".join([copy["content"], *blocks]).strip()
+    return copy
 
 
 def _call_as_text(function: Mapping[str, Any]) -> str:

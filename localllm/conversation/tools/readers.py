@@ -28,7 +28,7 @@ JSON_HEAD = re.compile(
     r'"(?:arguments|parameters)"\s*+:\s*+(?=\{)'
 )
 
-_TURNS = re.compile(r'\\(?:.|\Z)|["{}\[\]]', re.DOTALL)
+_STRUCTURE = re.compile(r'\\(?:.|\Z)|["{}\[\]]', re.DOTALL)
 _BRACKETS = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 
@@ -42,17 +42,17 @@ class JsonEnd:
 
     def feed(self, text: str) -> int:
         """Index just after the value's last bracket, or -1 if the value continues."""
-        before = self._pending
+        pending = self._pending
         self._pending = ""
-        for turn in _TURNS.finditer(before + text):
-            if turn[0] == '"':
+        for match in _STRUCTURE.finditer(pending + text):
+            if match[0] == '"':
                 self._in_string = not self._in_string
-            elif turn[0] == "\\":
-                self._pending = turn[0]
-            elif turn[0] in _BRACKETS and not self._in_string:
-                self._depth += _BRACKETS[turn[0]]
+            elif match[0] == "\\":
+                self._pending = match[0]
+            elif match[0] in _BRACKETS and not self._in_string:
+                self._depth += _BRACKETS[match[0]]
                 if self._depth <= 0:
-                    return turn.end() - len(before)
+                    return match.end() - len(pending)
         return -1
 
 
@@ -88,37 +88,37 @@ class JsonReader(CallReader):
         self._scan: JsonEnd | None = None
 
     def feed(self, text: str) -> list[Delta]:
-        out: list[Delta] = []
+        deltas: list[Delta] = []
         self._pending += text
-        while self.rest is None and self._read_next(out):
+        while self.rest is None and self._read_next(deltas):
             pass
-        return out
+        return deltas
 
-    def _read_next(self, out: list[Delta]) -> bool:
+    def _read_next(self, deltas: list[Delta]) -> bool:
         """Read arguments, the head of a call, or the end of the block.
 
         Returns False if more text is needed first.
         """
         if self._scan is not None:
-            return self._read_arguments(self._scan, out)
+            return self._read_arguments(self._scan, deltas)
         match = self._head.match(self._pending)
         if match is not None:
-            self._begin_call(match, out)
+            self._begin_call(match, deltas)
             return True
         block, end, rest = self._pending.partition(self._end)
         if not end:
             return False
-        self._block(block, out, end)
+        self._end_block(block, deltas, end)
         self.rest = rest
         return True
 
-    def _read_arguments(self, scan: JsonEnd, out: list[Delta]) -> bool:
-        at = scan.feed(self._pending)
-        piece = self._pending if at < 0 else self._pending[:at]
-        self._pending = self._pending[len(piece) :]
-        if piece:
-            out.append(CallArguments(self._next - 1, piece))
-        if at < 0:
+    def _read_arguments(self, scan: JsonEnd, deltas: list[Delta]) -> bool:
+        end = scan.feed(self._pending)
+        fragment = self._pending if end < 0 else self._pending[:end]
+        self._pending = self._pending[len(fragment) :]
+        if fragment:
+            deltas.append(CallArguments(self._next - 1, fragment))
+        if end < 0:
             return False
         self._scan = None
         if self._single_value:
@@ -126,17 +126,17 @@ class JsonReader(CallReader):
             self._pending = ""
         return True
 
-    def _begin_call(self, match: re.Match[str], out: list[Delta]) -> None:
-        written = next(filter(None, match.groups()))
-        name = written
-        if written.startswith('"'):
-            name = str(json_store.parsed(written) or written.strip('"'))
+    def _begin_call(self, match: re.Match[str], deltas: list[Delta]) -> None:
+        name_text = next(filter(None, match.groups()))
+        name = name_text
+        if name_text.startswith('"'):
+            name = str(json_store.parsed(name_text) or name_text.strip('"'))
         if not self._is_known(name):
-            out.append(Content(self._opening + self._pending))
+            deltas.append(Content(self._opening + self._pending))
             self.rest = ""
             self._pending = ""
             return
-        out.append(CallStart(self._next, name))
+        deltas.append(CallStart(self._next, name))
         self._next += 1
         self._scan = JsonEnd()
         self._pending = self._pending[match.end() :]
@@ -146,21 +146,21 @@ class JsonReader(CallReader):
 
         Arguments that were already streamed stay as they are, even if the JSON is incomplete.
         """
-        out: list[Delta] = []
+        deltas: list[Delta] = []
         if self._scan is None and self.rest is None and not cut:
-            self._block(self._pending, out, "")
+            self._end_block(self._pending, deltas, "")
         self._pending = ""
-        return out
+        return deltas
 
-    def _block(self, block: str, out: list[Delta], end: str) -> None:
+    def _end_block(self, block: str, deltas: list[Delta], end: str) -> None:
         """Handle a block that ended without (another) match of the head."""
         if self._next > self._first:
             return  # punctuation after the last call's arguments
         calls = json_calls(block)
         if calls is None or not all(self._is_known(name) for name, _ in calls):
-            out.append(Content(self._opening + block + end))
+            deltas.append(Content(self._opening + block + end))
             return
-        out += complete_calls(self._next, calls)
+        deltas += complete_calls(self._next, calls)
         self._next += len(calls)
 
     def _is_known(self, name: str) -> bool:
@@ -220,23 +220,23 @@ class BlockReader(CallReader):
         self._tail = tail
         self._is_open = is_open
         self._pending = ""
-        self._searched = 0  # no end of the block is in `_pending` before this index
+        self._search_from = 0  # no end of the block is in `_pending` before this index
         self._ended = False
 
     def feed(self, text: str) -> list[Delta]:
-        out: list[Delta] = []
+        deltas: list[Delta] = []
         self._pending += text
         if not self._ended:
-            at = self._end_at()
-            if at < 0:
-                return out
-            out = self._read(at)
+            end = self._end_at()
+            if end < 0:
+                return deltas
+            deltas = self._read(end)
         following = self._pending.lstrip()
         if self._tail and following.startswith(self._tail):
             self.rest = following[len(self._tail) :]
         elif not (self._tail and self._tail.startswith(following)):
             self.rest = self._pending
-        return out
+        return deltas
 
     def close(self, cut: bool) -> list[Delta]:
         """End of the reply. A block that the model left open is read as if closed, a cut one is not
@@ -247,33 +247,33 @@ class BlockReader(CallReader):
             if self._pending.strip():
                 return [Content(self._pending)]
             return []
-        at = self._pending.find(self._end)
-        if at < 0:
-            at = len(self._pending)
-        out = self._read(at)
+        end = self._pending.find(self._end)
+        if end < 0:
+            end = len(self._pending)
+        deltas = self._read(end)
         self.rest = self._pending.removeprefix(self._tail)
-        return out
+        return deltas
 
     def _end_at(self) -> int:
         """The index of the block's end, or -1 if it continues."""
-        while (at := self._pending.find(self._end, self._searched)) >= 0:
-            if self._is_open is None or not self._is_open(self._pending[:at]):
-                return at
-            self._searched = at + 1
-        self._searched = max(self._searched, len(self._pending) - len(self._end) + 1)
+        while (position := self._pending.find(self._end, self._search_from)) >= 0:
+            if self._is_open is None or not self._is_open(self._pending[:position]):
+                return position
+            self._search_from = position + 1
+        self._search_from = max(self._search_from, len(self._pending) - len(self._end) + 1)
         return -1
 
-    def _read(self, at: int) -> list[Delta]:
-        """The calls of the block up to `at`. Its end may be missing there."""
-        block = self._pending[:at]
-        stop = at + len(self._end)
+    def _read(self, block_end: int) -> list[Delta]:
+        """The calls of the block up to `block_end`. Its end may be missing there."""
+        block = self._pending[:block_end]
+        after_end = block_end + len(self._end)
         calls = self._parse(block)
-        written = self._opening + self._pending[:stop]
-        self._pending = self._pending[stop:]
+        block_text = self._opening + self._pending[:after_end]
+        self._pending = self._pending[after_end:]
         self._ended = True
         if calls:
             return complete_calls(self._first, calls)
-        return [Content(written)]
+        return [Content(block_text)]
 
 
 def json_calls(block: str) -> list[Call] | None:
@@ -281,7 +281,7 @@ def json_calls(block: str) -> list[Call] | None:
     value = json_store.parsed(block)
     if not isinstance(value, list):
         value = [value]
-    found: list[Call] = []
+    calls: list[Call] = []
     for item in value:
         if not isinstance(item, dict):
             return None
@@ -289,14 +289,14 @@ def json_calls(block: str) -> list[Call] | None:
             item = item["function"]
         name = item.get("name")
         arguments: Any = next(
-            (item[k] for k in ("arguments", "parameters", "args") if k in item), {}
+            (item[key] for key in ("arguments", "parameters", "args") if key in item), {}
         )
         if isinstance(arguments, str):
             arguments = json_store.parsed(arguments)
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return None
-        found.append((name, as_json(arguments)))
-    return found or None
+        calls.append((name, as_json(arguments)))
+    return calls or None
 
 
 def as_json(value: object) -> str:

@@ -33,8 +33,8 @@ _COMMON: Mapping[str, str] = {
 }  # fmt: skip
 
 # A quantifier of a quantifier has another meaning in a regular expression.
-_TWICE = re.compile(r"[?*+}][?*+{]")
-_MARKS = {"(": "(?:", "[": "(?:", "]": ")?"}
+_DOUBLE_QUANTIFIER = re.compile(r"[?*+}][?*+{]")
+_GROUP_MARKS = {"(": "(?:", "[": "(?:", "]": ")?"}
 
 
 def regular(lark: str) -> str | None:
@@ -50,12 +50,12 @@ def _rules(lark: str) -> dict[str, list[Piece]]:
     """The pieces of each rule. Raises ValueError, KeyError and re.error for unsupported syntax."""
     rules: dict[str, list[Piece]] = {}
     current: list[Piece] | None = None
-    at = 0
-    while at < len(lark):
-        match = _TOKEN.match(lark, at)
+    position = 0
+    while position < len(lark):
+        match = _TOKEN.match(lark, position)
         if match is None:
-            raise ValueError(f"this can't be parsed: {lark[at : at + 20]!r}")
-        at = match.end()
+            raise ValueError(f"this can't be parsed: {lark[position : position + 20]!r}")
+        position = match.end()
         if match["import"]:
             rules |= _imported(match)
             current = None
@@ -69,7 +69,7 @@ def _rules(lark: str) -> dict[str, list[Piece]]:
         # Brackets and quantifiers are copied to the expression, so they must be valid there.
         frame = "".join(token if kind == "mark" else "x" for kind, token in pieces)
         re.compile(frame)
-        if _TWICE.search(frame):
+        if _DOUBLE_QUANTIFIER.search(frame):
             raise ValueError("repeated twice")
     return rules
 
@@ -78,10 +78,12 @@ def _imported(match: re.Match[str]) -> dict[str, list[Piece]]:
     module, _, name = match["path"].partition(".")
     names = [name]
     if match["names"]:
-        names = [n.strip() for n in match["names"].split(",")]
+        names = [imported_name.strip() for imported_name in match["names"].split(",")]
     if module != "common":
         raise ValueError("only names of Lark's `common` can be imported")
-    return {match["as"] or n: [("item", _COMMON[n])] for n in names}
+    return {
+        match["as"] or imported_name: [("item", _COMMON[imported_name])] for imported_name in names
+    }
 
 
 def _piece(match: re.Match[str]) -> Piece:
@@ -99,7 +101,7 @@ def _piece(match: re.Match[str]) -> Piece:
         return "mark", "{" + re.sub(r"[~\s]", "", token).replace("..", ",") + "}"
     if token == "..":
         raise ValueError("ranges of letters are not supported")
-    return "mark", _MARKS.get(token, token)
+    return "mark", _GROUP_MARKS.get(token, token)
 
 
 def _escaped(char: str) -> str:

@@ -14,7 +14,7 @@ from localllm.grammars.loosening import loosened
 from localllm.grammars.schema_words import NOT_COMPARED
 
 # Keywords that apply to the arguments as a whole.
-_BEYOND = frozenset(
+_WHOLE_OBJECT_WORDS = frozenset(
     {
         "$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames",
         "minProperties",
@@ -23,7 +23,7 @@ _BEYOND = frozenset(
 )  # fmt: skip
 
 
-_KINDS: dict[type, str] = {
+_TYPE_NAMES: dict[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
     type(None): "null",
 }  # fmt: skip
@@ -37,8 +37,8 @@ def parameters(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     if not isinstance(properties, Mapping):
         return []
     required = schema.get("required")
-    wanted = set(required) if isinstance(required, list) else set()
-    return [(name, described, name in wanted) for name, described in properties.items()]
+    required_names = set(required) if isinstance(required, list) else set()
+    return [(name, described, name in required_names) for name, described in properties.items()]
 
 
 def names_all(schema: Mapping[str, Any]) -> bool:
@@ -49,7 +49,7 @@ def names_all(schema: Mapping[str, Any]) -> bool:
     """
     properties = schema.get("properties")
     required = schema.get("required", [])
-    if _BEYOND & set(schema) or not isinstance(required, list):
+    if _WHOLE_OBJECT_WORDS & set(schema) or not isinstance(required, list):
         return False
     if not isinstance(properties, Mapping):
         return not required and (not schema or schema.get("additionalProperties") is False)
@@ -85,9 +85,9 @@ def options_of(
     constants = described.get("enum")
     if isinstance(constants, list) and constants:
         return [{"const": value} for value in constants]
-    either = described.get("anyOf") or described.get("oneOf")
-    if isinstance(either, list) and either:
-        return _options_of_any(either, root, depth + 1)
+    alternatives = described.get("anyOf") or described.get("oneOf")
+    if isinstance(alternatives, list) and alternatives:
+        return _options_of_any(alternatives, root, depth + 1)
     kinds = _stated_kinds(described)
     if kinds:
         return [{**described, "type": kind} for kind in kinds]
@@ -97,13 +97,13 @@ def options_of(
 def _options_of_any(
     alternatives: list[Any], root: Mapping[str, Any], depth: int
 ) -> list[Mapping[str, Any]] | None:
-    found: list[Mapping[str, Any]] = []
+    all_options: list[Mapping[str, Any]] = []
     for alternative in alternatives:
         options = options_of(alternative, root, depth)
         if options is None:
             return None
-        found += options
-    return found
+        all_options += options
+    return all_options
 
 
 def _stated_kinds(described: Mapping[str, Any]) -> list[Any]:
@@ -130,7 +130,7 @@ def kind_of_option(option: Mapping[str, Any]) -> str:
 
 
 def kind_of(value: Any) -> str:
-    return _KINDS.get(type(value), "object")
+    return _TYPE_NAMES.get(type(value), "object")
 
 
 def arguments(schema: Mapping[str, Any]) -> Grammar:
@@ -141,19 +141,25 @@ def one_call(tools: NamedSchemas, key: str = "arguments") -> Grammar:
     return "json_schema", json.dumps(any_call(tools, key))
 
 
-def call_list(tools: NamedSchemas, more: Mapping[str, Any] | None = None) -> Grammar:
-    """A JSON array of calls. `more` has the properties that may follow the arguments."""
+def call_list(tools: NamedSchemas, further_properties: Mapping[str, Any] | None = None) -> Grammar:
+    """A JSON array of calls. `further_properties` has the properties that may follow the
+    arguments."""
 
     def call(name: str, schema: Any) -> dict[str, Any]:
-        return call_object(name, "arguments", schema, more)
+        return call_object(name, "arguments", schema, further_properties)
 
     return array_of(tools, call)
 
 
 def array_of(tools: NamedSchemas, call: Callable[[str, Any], dict[str, Any]]) -> Grammar:
     """A JSON array of calls. `call` returns a call's schema for a name and an arguments schema."""
-    ways = any_of_tools(tools, call)
-    schema = {"type": "array", "items": {"anyOf": ways.pop("anyOf")}, "minItems": 1, **ways}
+    alternatives = any_of_tools(tools, call)
+    schema = {
+        "type": "array",
+        "items": {"anyOf": alternatives.pop("anyOf")},
+        "minItems": 1,
+        **alternatives,
+    }
     return "json_schema", json.dumps(schema)
 
 
@@ -167,11 +173,11 @@ def any_call(tools: NamedSchemas, key: str) -> dict[str, Any]:
 
 
 def call_object(
-    name: str, key: str, schema: Any, more: Mapping[str, Any] | None = None
+    name: str, key: str, schema: Any, further_properties: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, key: schema, **(more or {})},
+        "properties": {"name": {"const": name}, key: schema, **(further_properties or {})},
         "required": ["name", key],
         "additionalProperties": False,
     }
@@ -222,8 +228,8 @@ def constrainable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
                 param="tools",
             )
         for word in words:
-            named = "parameters" if word == "schema" else word
-            unsupported.append(f"tools.{name}.{named}")
+            label = "parameters" if word == "schema" else word
+            unsupported.append(f"tools.{name}.{label}")
         if not isinstance(enforced, dict):
             enforced = {}
         enforced = {**enforced, "type": "object"}

@@ -60,12 +60,13 @@ def tagged_format(
     closing: str = "",
     lead: str = "",
     one_block: bool = False,
-    **facts: Any,
+    **fields: Any,
 ) -> ToolFormat:
     """A format of calls with tagged parameters up to `closing`.
 
     The default of `closing` is the closing tag of the marker. If `one_block`, one block holds all
-    calls and begins with `lead`; else each call has its own block. `facts` are ToolFormat's fields.
+    calls and begins with `lead`; else each call has its own block. `fields` are ToolFormat's
+    fields.
     """
 
     def end_of(marker: str) -> str:
@@ -84,10 +85,13 @@ def tagged_format(
         if not one_block:
             call = tagged_calls(tools, grammar)
             return {marker: GrammarTrigger(lead, call, again=True) for marker in markers}
-        blocks = {m: tagged_calls(tools, grammar, repeat=True, closing=end_of(m)) for m in markers}
+        blocks = {
+            marker: tagged_calls(tools, grammar, repeat=True, closing=end_of(marker))
+            for marker in markers
+        }
         return {marker: GrammarTrigger(lead, block) for marker, block in blocks.items()}
 
-    return ToolFormat(markers=markers, reader=reader, triggers=triggers, **facts)
+    return ToolFormat(markers=markers, reader=reader, triggers=triggers, **fields)
 
 
 def typed_calls(block: str, tools: Sequence[Tool], tags: TagPatterns) -> list[Call] | None:
@@ -96,9 +100,9 @@ def typed_calls(block: str, tools: Sequence[Tool], tags: TagPatterns) -> list[Ca
     None if the block can't be read completely: a partial call is not reported.
     """
     try:
-        found = _functions(block, tools, tags, strict=False) or ()
+        functions = _functions(block, tools, tags, strict=False) or ()
         calls = [
-            (head[1], as_json(_arguments(head[1], pairs, tools, tags))) for head, pairs in found
+            (head[1], as_json(_arguments(head[1], pairs, tools, tags))) for head, pairs in functions
         ]
     except (ValueError, RecursionError, _OpenError):
         return None
@@ -146,61 +150,63 @@ def _functions(
     If the model forgot a closing tag, the value ends at the next tag; with `strict`, _OpenError is
     raised instead.
     """
-    found: list[tuple[re.Match[str], list[RawParameter]]] = []
-    at = 0
-    while at < len(block) and not block[at:].isspace():
-        function = tags.function.match(block, at)
+    functions: list[tuple[re.Match[str], list[RawParameter]]] = []
+    position = 0
+    while position < len(block) and not block[position:].isspace():
+        function = tags.function.match(block, position)
         if function is None:
             return None
         pairs: list[RawParameter] = []
-        at = function.end()
-        schema = next((s for n, s in map(parameters_of, tools) if n == function[1]), {})
+        position = function.end()
+        schema = next(
+            (schema for name, schema in map(parameters_of, tools) if name == function[1]), {}
+        )
         names = {name for name, _, _ in parameters(schema)}
-        while (parameter := tags.parameter.match(block, at)) is not None:
+        while (parameter := tags.parameter.match(block, position)) is not None:
             names.discard(parameter[1])
-            end, at = _end_of_value(block, parameter.end(), tags, names, strict)
+            end, position = _end_of_value(block, parameter.end(), tags, names, strict)
             pairs.append((parameter, block[parameter.end() : end]))
-        at = len(block) - len(block[at:].lstrip())
-        if tags.function_end and block.startswith(tags.function_end, at):
-            at += len(tags.function_end)
-        elif at < len(block):
+        position = len(block) - len(block[position:].lstrip())
+        if tags.function_end and block.startswith(tags.function_end, position):
+            position += len(tags.function_end)
+        elif position < len(block):
             return None
-        found.append((function, pairs))
-    return found
+        functions.append((function, pairs))
+    return functions
 
 
 def _end_of_value(
-    block: str, at: int, tags: TagPatterns, names: set[str], strict: bool
+    block: str, start: int, tags: TagPatterns, names: set[str], strict: bool
 ) -> tuple[int, int]:
-    """The end of the value that begins at `at`, and the end of its closing tag.
+    """The end of the value that begins at `start`, and the end of its closing tag.
 
     A value may contain the closing tag. So the value ends only at a closing tag before another
     parameter, the function's end, or the end of the block. An unclosed value ends before the next
     parameter of `names` that starts on a new line.
     """
-    first = block.find(tags.parameter_end, at)
-    if first < 0:
-        first = len(block)
-    for parameter in tags.parameter.finditer(block, at, first):
+    first_close = block.find(tags.parameter_end, start)
+    if first_close < 0:
+        first_close = len(block)
+    for parameter in tags.parameter.finditer(block, start, first_close):
         if parameter[1] in names and re.match(r"\s*\n", parameter[0]):
             return parameter.start(), parameter.start()
-    for closing in re.compile(re.escape(tags.parameter_end)).finditer(block, at):
+    for closing in re.compile(re.escape(tags.parameter_end)).finditer(block, start):
         if _tag_follows(block, closing.end(), tags, strict):
             return closing.span()
-    last = len(block)
+    last_close = len(block)
     if tags.function_end:
-        last = block.rfind(tags.function_end, at)
-    if strict or last < 0:
+        last_close = block.rfind(tags.function_end, start)
+    if strict or last_close < 0:
         raise _OpenError
-    return last, last
+    return last_close, last_close
 
 
-def _tag_follows(block: str, at: int, tags: TagPatterns, strict: bool) -> bool:
-    rest = block[at:].lstrip()
-    if not rest:
+def _tag_follows(block: str, position: int, tags: TagPatterns, strict: bool) -> bool:
+    remaining = block[position:].lstrip()
+    if not remaining:
         return not (strict and tags.function_end)
-    at_end = bool(tags.function_end) and rest.startswith(tags.function_end)
-    return at_end or tags.parameter.match(block, at) is not None
+    function_ends = bool(tags.function_end) and remaining.startswith(tags.function_end)
+    return function_ends or tags.parameter.match(block, position) is not None
 
 
 def typed(value: str, name: str, function: str, tools: Sequence[Tool]) -> Any:
@@ -208,8 +214,8 @@ def typed(value: str, name: str, function: str, tools: Sequence[Tool]) -> Any:
 
     If text is one of several types, the value stays text unless it reads as one of the others.
     """
-    schema = next((t for t in map(parameters_of, tools) if t[0] == function), ("", {}))[1]
-    described = next((d for n, d, _ in parameters(schema) if n == name), None)
+    schema = next((tool for tool in map(parameters_of, tools) if tool[0] == function), ("", {}))[1]
+    described = next((schema for name, schema, _ in parameters(schema) if name == name), None)
     return as_kind(value, kinds_of(described, schema))
 
 
@@ -218,23 +224,23 @@ def as_kind(value: str, kinds: set[str]) -> Any:
     if kinds == {"string"}:
         return value
     try:
-        read = json.loads(value)
+        parsed = json.loads(value)
     except (ValueError, RecursionError):
-        return _in_python(value, kinds)
-    kind = kind_of(read)
+        return _python_value(value, kinds)
+    kind = kind_of(parsed)
     if kind == "integer" and "number" in kinds:
-        return read
+        return parsed
     if "string" in kinds and kind not in kinds:
         return value
-    return read
+    return parsed
 
 
-def _in_python(value: str, kinds: set[str]) -> Any:
+def _python_value(value: str, kinds: set[str]) -> Any:
     """Read Python literals, which some templates write for booleans, null and lists."""
     try:
-        read = literal(value)
+        parsed = literal(value)
     except (ValueError, RecursionError):
         return value
-    if kind_of(read) in kinds - {"string"}:
-        return read
+    if kind_of(parsed) in kinds - {"string"}:
+        return parsed
     return value

@@ -13,7 +13,7 @@ from localllm.conversation.tools.schemas import options_of, parameters
 # A recursive schema would never end. At this depth, any value is allowed.
 _MAX_NESTED = 8
 # The keywords of a number's schema that are kept.
-_NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_NUMBER_WORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 ANYTHING = "v_any"
 """The name of the Lark rule for any value."""
 Member = tuple[str, str, bool]
@@ -80,7 +80,7 @@ class SpelledValues:
     def __init__(self, spelling: Spelling) -> None:
         self.spelling = spelling
         self.rules = list(spelling.rules)
-        self._named: dict[str, str] = {}
+        self._rule_names: dict[str, str] = {}
 
     def of(self, described: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         """The Lark of a value. References are resolved within `root`."""
@@ -89,24 +89,24 @@ class SpelledValues:
         options = options_of(described, root)
         if options is None:
             return self.anything()
-        ways = dict.fromkeys(self._one(o, root, depth) for o in options)
-        if ANYTHING in ways:
+        alternatives = dict.fromkeys(self._option_value(option, root, depth) for option in options)
+        if ANYTHING in alternatives:
             return ANYTHING
-        return f"({' | '.join(ways)})"
+        return f"({' | '.join(alternatives)})"
 
     def anything(self) -> str:
-        if self.spelling.has_any and ANYTHING not in self._named:
-            self._named[ANYTHING] = ANYTHING
+        if self.spelling.has_any and ANYTHING not in self._rule_names:
+            self._rule_names[ANYTHING] = ANYTHING
             scalars = [
                 self.spelling.any_text,
                 self._number({"type": "number"}),
                 *map(self.spelling.truth, (True, False, None)),
             ]
-            items = self._listed(self.spelling.item(ANYTHING))
-            members = self._listed(self.spelling.any_member(ANYTHING))
+            items = self._repeated(self.spelling.item(ANYTHING))
+            members = self._repeated(self.spelling.any_member(ANYTHING))
             containers = [
-                self._between(self.spelling.brackets, items),
-                self._between(self.spelling.braces, members),
+                self._enclosed(self.spelling.brackets, items),
+                self._enclosed(self.spelling.braces, members),
             ]
             self.rules.append(f"{ANYTHING}: {' | '.join([*scalars, *containers])}")
         return ANYTHING
@@ -114,10 +114,10 @@ class SpelledValues:
     def _number(self, schema: Mapping[str, Any]) -> str:
         return f"{json_value(schema)} {self.spelling.closed}"
 
-    def _between(self, marks: tuple[str, str], lark: str) -> str:
+    def _enclosed(self, marks: tuple[str, str], lark: str) -> str:
         return f"{text(marks[0])} {lark} {text(marks[1])}"
 
-    def _one(self, option: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+    def _option_value(self, option: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
         if "const" in option:
             return self._constant(option["const"])
         kind = option["type"]
@@ -125,7 +125,9 @@ class SpelledValues:
         if kind == "string":
             return self.spelling.any_text
         if kind in ("integer", "number"):
-            return self._number({"type": kind, **{w: option[w] for w in _NUMBER if w in option}})
+            return self._number(
+                {"type": kind, **{w: option[w] for w in _NUMBER_WORDS if w in option}}
+            )
         if kind == "boolean":
             return f"({truth(True)} | {truth(False)})"
         if kind == "null":
@@ -146,42 +148,46 @@ class SpelledValues:
         return self.anything()
 
     def _object(self, option: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
-        named = self.ordered(parameters(option))
-        if named:
-            members = [(k, self.member(k, self.of(d, root, depth + 1)), w) for k, d, w in named]
-            return self._between(self.spelling.braces, self.sequence(members))
+        ordered_parameters = self.ordered(parameters(option))
+        if ordered_parameters:
+            members = [
+                (key, self.member(key, self.of(schema, root, depth + 1)), is_required)
+                for key, schema, is_required in ordered_parameters
+            ]
+            return self._enclosed(self.spelling.braces, self.sequence(members))
         if not self.spelling.has_any:
             return ANYTHING
-        extra = option.get("additionalProperties")
-        if isinstance(extra, Mapping):
-            value = self.of(extra, root, depth + 1)
+        additional = option.get("additionalProperties")
+        if isinstance(additional, Mapping):
+            value = self.of(additional, root, depth + 1)
         else:
             value = self.anything()
-        members_of = self._listed(self.spelling.any_member(self._rule(value)))
-        return self._between(self.spelling.braces, members_of)
+        members_of = self._repeated(self.spelling.any_member(self._rule(value)))
+        return self._enclosed(self.spelling.braces, members_of)
 
     def _array(self, option: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
-        low = option.get("minItems", 0)
-        if type(low) is not int or low < 0:
-            low = 0
-        high = option.get("maxItems")
-        longest = ""
-        if type(high) is int and high >= max(1, low):
-            longest = str(high - 1)
+        min_items = option.get("minItems", 0)
+        if type(min_items) is not int or min_items < 0:
+            min_items = 0
+        max_items = option.get("maxItems")
+        further_items = ""
+        if type(max_items) is int and max_items >= max(1, min_items):
+            further_items = str(max_items - 1)
         item = self._rule(self.spelling.item(self.of(option.get("items"), root, depth + 1)))
-        items = f"{item} ({text(self.spelling.comma)} {item}){{{max(0, low - 1)},{longest}}}"
-        if not low:
+        bounds = f"{{{max(0, min_items - 1)},{further_items}}}"
+        items = f"{item} ({text(self.spelling.comma)} {item}){bounds}"
+        if not min_items:
             items = f"({items})?"
-        return self._between(self.spelling.brackets, items)
+        return self._enclosed(self.spelling.brackets, items)
 
     def ordered(self, members: Sequence[tuple[str, Any, bool]]) -> Sequence[tuple[str, Any, bool]]:
         """An object's members in the order in which they are written."""
-        sorts = self.spelling.sorts
-        if sorts is None:
+        sort_key = self.spelling.sorts
+        if sort_key is None:
             return members
 
-        def place(member: tuple[str, Any, bool]) -> str:
-            return sorts(member[0])
+        def place(entry: tuple[str, Any, bool]) -> str:
+            return sort_key(entry[0])
 
         return sorted(members, key=place)
 
@@ -191,27 +197,29 @@ class SpelledValues:
     def sequence(self, members: Sequence[Member]) -> str:
         """The Lark of the members of an object or a call."""
         name = f"v{len(self.rules)}"
-        named = [(f"{name}_p{i}", wanted) for i, (_, _, wanted) in enumerate(members)]
+        rule_names = [
+            (f"{name}_p{i}", is_required) for i, (_, _, is_required) in enumerate(members)
+        ]
         self.rules += [f"{name}_p{i}: {member}" for i, (_, member, _) in enumerate(members)]
         comma = text(self.spelling.comma) if self.spelling.comma else ""
         if self.spelling.any_order:
-            return in_any_order(name, named, self.rules, comma)
-        return in_order(name, named, self.rules, comma)
+            return in_any_order(name, rule_names, self.rules, comma)
+        return in_order(name, rule_names, self.rules, comma)
 
     def _rule(self, lark: str) -> str:
         """The name of a rule for this Lark, which may begin with the rule's attributes."""
-        name = self._named.get(lark)
+        name = self._rule_names.get(lark)
         if name is not None:
             return name
-        name = f"v_r{len(self._named)}"
-        self._named[lark] = name
+        name = f"v_r{len(self._rule_names)}"
+        self._rule_names[lark] = name
         if lark.startswith("["):
             self.rules.append(f"{name}{lark}")
         else:
             self.rules.append(f"{name}: {lark}")
         return name
 
-    def _listed(self, lark: str) -> str:
+    def _repeated(self, lark: str) -> str:
         return f"({lark} ({text(self.spelling.comma)} {lark})*)?"
 
 

@@ -9,9 +9,16 @@ from dataclasses import replace
 from itertools import chain
 
 from localllm.device import cards, cpus, parts_table, usable
-from localllm.device.accelerators import KINDS, driver
+from localllm.device.accelerators import KINDS, driving_kind
 from localllm.device.parsers.dimms import Ram
-from localllm.device.parsers.gpus import NvidiaGpu, environment, lost, nvml, smi, visible
+from localllm.device.parsers.gpus import (
+    NvidiaGpu,
+    environment,
+    lost,
+    nvml,
+    smi,
+    visible_gpu_indices,
+)
 from localllm.device.parts_table import DeviceRow
 from localllm.device.types import GIB, Accelerator, Device, Figure, Finding, Memory, Readings
 
@@ -26,7 +33,7 @@ def card_of(
     row: DeviceRow | None,
     *,
     architecture: str = "",
-    units: int = 0,
+    compute_units: int = 0,
     reported: Figure | None = None,
 ) -> Device:
     """Return the Device of a single card from vendor `maker`.
@@ -36,22 +43,22 @@ def card_of(
     Without either, the bandwidth is that of similar cards.
     """
     facts = parts_table.facts(row)
-    facts["compute_units"] = units or facts["compute_units"]
+    facts["compute_units"] = compute_units or facts["compute_units"]
     if row is None:
         kind = _OWN_KIND[maker]
-        drives = driver(kind, architecture)
-        family: str = drives
+        accelerator = driving_kind(kind, architecture)
+        family: str = accelerator
         findings = []
         figure = reported or parts_table.bandwidth_of_similar(
             maker, architecture, memory.total_bytes
         )
-        if drives != kind:
+        if accelerator != kind:
             label = KINDS[kind].label
             message = f"{label}'s builds no longer have code for {architecture} ({name})"
-            findings.append(Finding("info", message, f"localllm setup --backend {drives}"))
+            findings.append(Finding("info", message, f"localllm setup --backend {accelerator}"))
     else:
-        drives = row.accelerator
-        family = row.family or drives
+        accelerator = row.accelerator
+        family = row.family or accelerator
         architecture = architecture or row.compute_capability
         figure, findings = _card_bandwidth(name, row, reported)
     if figure.basis == "assumed":
@@ -60,7 +67,7 @@ def card_of(
     return Device(
         name=name,
         kind="discrete",
-        accelerator=drives,
+        accelerator=accelerator,
         family=family,
         memory=memory,
         bandwidth_gbps=figure,
@@ -74,23 +81,23 @@ def _card_bandwidth(
     name: str, row: DeviceRow, derived: Figure | None
 ) -> tuple[Figure, list[Finding]]:
     """Return the table's bandwidth, or the derived one if they differ by more than 10 %."""
-    listed = row.bandwidth()
-    if derived is None or abs(derived.value - listed.value) <= 0.1 * listed.value:
-        return listed, []
-    figures = f"the table has {listed.value:g} GB/s, the clocks give {derived.value:g}"
+    listed_figure = row.bandwidth()
+    if derived is None or abs(derived.value - listed_figure.value) <= 0.1 * listed_figure.value:
+        return listed_figure, []
+    figures = f"the table has {listed_figure.value:g} GB/s, the clocks give {derived.value:g}"
     return derived, [Finding("warning", f"{name}: {figures}; the clocks' figure is used")]
 
 
 # Programs reach 60 to 90 % of the modules' peak bandwidth. If the measured and the derived figure
 # differ by this factor or more, one of them is wrong.
-_DISAGREE = 2.0
+_MAX_RATIO = 2.0
 
 
 def ram_disagrees(measured: Figure | None, reported: Figure | None) -> list[Finding]:
     """Return a finding if the measured bandwidth is far from the modules' peak bandwidth."""
     if measured is None or reported is None:
         return []
-    if 1 / _DISAGREE <= measured.value / reported.value <= _DISAGREE:
+    if 1 / _MAX_RATIO <= measured.value / reported.value <= _MAX_RATIO:
         return []
     message = (
         f"memory was measured at {measured.value:,.0f} GB/s, and {reported.source} is "
@@ -155,22 +162,22 @@ def nvidia_gpus(readings: Readings) -> tuple[list[NvidiaGpu], list[Finding]]:
     if n_lost:
         missing = f"the driver lost {n_lost} NVIDIA GPU(s), which are not used"
         findings.append(Finding("warning", missing, "reboot; check with nvidia-smi"))
-    message = environment(readings).get("CUDA_VISIBLE_DEVICES")
-    left = visible(message, [gpu.uuid for gpu in gpus])
-    if len(left) == len(gpus):
+    visible_value = environment(readings).get("CUDA_VISIBLE_DEVICES")
+    visible_indices = visible_gpu_indices(visible_value, [gpu.uuid for gpu in gpus])
+    if len(visible_indices) == len(gpus):
         return gpus, findings
-    reported = f"CUDA_VISIBLE_DEVICES={message} leaves {len(left)} of {len(gpus)} NVIDIA GPUs"
+    message_text = f"CUDA_VISIBLE_DEVICES={visible_value} leaves {len(visible_indices)} of {len(gpus)} NVIDIA GPUs"
     if environment(readings).get("CUDA_DEVICE_ORDER") == "FASTEST_FIRST":
-        reported += (
+        message_text += (
             "; with CUDA_DEVICE_ORDER=FASTEST_FIRST its "
             "numbers may mean other GPUs than the planned ones"
         )
-    return [gpus[i] for i in left], [*findings, Finding("info", reported)]
+    return [gpus[i] for i in visible_indices], [*findings, Finding("info", message_text)]
 
 
 # Families with cards that can be divided (MIG, vGPU). A card of these that does not report its size
 # may be a slice of any size.
-_SLICED = "workstation/datacenter"
+_SLICED_FAMILY = "workstation/datacenter"
 # Names of MIG devices and vGPUs: "A100-SXM4-40GB MIG 3g.20gb", "GRID P40-24Q".
 _SLICE = re.compile(r" MIG |\bGRID\b|\bvGPU\b|-[0-9]{1,3}[QCAB]$")
 
@@ -181,22 +188,26 @@ def nvidia_card(gpu: NvidiaGpu) -> tuple[Device | None, list[Finding]]:
     The Device is None if neither the driver nor the table gives its memory size.
     """
     is_slice = gpu.is_mig or _SLICE.search(gpu.name) is not None
-    derived = gpu.derived_bandwidth_gbps
+    derived_gbps = gpu.derived_bandwidth_gbps
     row = None
     if not is_slice:
-        row = parts_table.by_gpu_name(gpu.name, gpu.total_bytes, derived)
+        row = parts_table.by_gpu_name(gpu.name, gpu.total_bytes, derived_gbps)
     memory, findings = _nvidia_memory(gpu, row, is_slice=is_slice)
     if memory is None:
         return None, findings
     reported = None
     if is_slice:
         reported = _slice_bandwidth(gpu.name, memory.total_bytes)
-    elif derived:
-        reported = Figure(round(derived, 1), "derived", "2 × max memory clock × bus width (NVML)")
-    limit = gpu.power_limit_w
-    default = gpu.default_power_limit_w
-    if limit and default and limit < 0.8 * default:
-        message = f"{gpu.name} is limited to {limit:.0f} W of {default:.0f} W, so prefill is slower"
+    elif derived_gbps:
+        reported = Figure(
+            round(derived_gbps, 1), "derived", "2 × max memory clock × bus width (NVML)"
+        )
+    limit_w = gpu.power_limit_w
+    default_w = gpu.default_power_limit_w
+    if limit_w and default_w and limit_w < 0.8 * default_w:
+        message = (
+            f"{gpu.name} is limited to {limit_w:.0f} W of {default_w:.0f} W, so prefill is slower"
+        )
         findings.append(Finding("info", message))
     card = card_of(
         "NVIDIA", gpu.name, memory, row, architecture=gpu.compute_capability, reported=reported
@@ -246,15 +257,17 @@ def _nvidia_memory(
     The table is used only for cards that cannot be slices.
     """
     if gpu.total_bytes is not None:
-        # `free` may be less than `total` - `used`, because the driver keeps a part. NVML's versions
-        # differ in whether `used` includes that part.
-        used = gpu.used_bytes or 0
+        # `free` may be less than `total` - `used_bytes`, because the driver keeps a part. NVML's
+        # versions differ in whether `used_bytes` includes that part.
+        used_bytes = gpu.used_bytes or 0
         if gpu.free_bytes is not None:
-            used = gpu.total_bytes - gpu.free_bytes
-        reserved = gpu.reserved_bytes or 0
-        memory = usable.vram(gpu.total_bytes, max(used, 0), reserved, "NVIDIA driver (NVML)")
+            used_bytes = gpu.total_bytes - gpu.free_bytes
+        reserved_bytes = gpu.reserved_bytes or 0
+        memory = usable.vram(
+            gpu.total_bytes, max(used_bytes, 0), reserved_bytes, "NVIDIA driver (NVML)"
+        )
         return memory, []
-    if row is not None and row.memory_gb and row.family != _SLICED:
+    if row is not None and row.memory_gb and row.family != _SLICED_FAMILY:
         memory = usable.vram(int(row.memory_gb[0] * GIB), 0, 0, row.source)
         reported = f"the driver does not report how much memory of {gpu.name} is in use"
         return replace(memory, basis="datasheet"), [Finding("warning", reported)]
@@ -280,29 +293,29 @@ def unused_cards(names: Sequence[str], accelerator: Accelerator = "cuda") -> Fin
     return Finding("info", reported, "localllm setup --backend vulkan")
 
 
-def one_machine(found: Sequence[Device], base: Device) -> Device:
+def one_machine(all_cards: Sequence[Device], base: Device) -> Device:
     """Combine discrete cards into one Device in the order of their PCI addresses.
 
     `base` is the system, whose memory becomes the host memory. One build drives the cards. Cards
     that it cannot drive are left unused.
     """
     bytes_by_kind: Counter[Accelerator] = Counter()
-    for card in found:
+    for card in all_cards:
         bytes_by_kind[card.accelerator] += card.memory.total_bytes
     [(accelerator, _)] = bytes_by_kind.most_common(1)
-    used = [card for card in found if card.accelerator == accelerator]
-    idle = [card.name for card in found if card.accelerator != accelerator]
-    findings = list(chain.from_iterable(card.findings for card in found))
-    if idle:
-        findings.append(unused_cards(idle, accelerator))
-    if len(used) > 1:
+    used_cards = [card for card in all_cards if card.accelerator == accelerator]
+    idle_names = [card.name for card in all_cards if card.accelerator != accelerator]
+    findings = list(chain.from_iterable(card.findings for card in all_cards))
+    if idle_names:
+        findings.append(unused_cards(idle_names, accelerator))
+    if len(used_cards) > 1:
         reported = (
-            f"{len(used)} GPUs: a model that fits on one runs on the fastest such GPU; larger "
+            f"{len(used_cards)} GPUs: a model that fits on one runs on the fastest such GPU; larger "
             "models are split by layers"
         )
         findings.append(Finding("info", reported))
     base = with_findings(base, findings)
-    return cards.together(cards.numbered([_card_in(base, card) for card in used]))
+    return cards.combined(cards.numbered([_card_in(base, card) for card in used_cards]))
 
 
 def _card_in(base: Device, card: Device) -> Device:
@@ -314,11 +327,11 @@ def _card_in(base: Device, card: Device) -> Device:
     system = base.bandwidth_gbps
     if figure.basis == "assumed" and system.value > figure.value:
         figure = replace(figure, value=system.value, source="no less than the system's memory")
-    computer = {name: getattr(base, name) for name in _OF_COMPUTER}
+    computer_fields = {name: getattr(base, name) for name in _COMPUTER_FIELDS}
     return replace(
-        card, bandwidth_gbps=figure, host=base.memory, host_bandwidth_gbps=system, **computer
+        card, bandwidth_gbps=figure, host=base.memory, host_bandwidth_gbps=system, **computer_fields
     )
 
 
 # Device fields that describe the computer around its accelerator.
-_OF_COMPUTER = ("os", "cpu", "n_cpu_cores", "cpu_vectors", "findings")
+_COMPUTER_FIELDS = ("os", "cpu", "n_cpu_cores", "cpu_vectors", "findings")

@@ -19,8 +19,13 @@ from localllm.device.machines.common import (
     with_findings,
 )
 from localllm.device.machines.linux_amd import amd_cards, amd_pools, identify_amd
-from localllm.device.machines.linux_intel import arcs, identify_intel
-from localllm.device.machines.linux_system import LinuxSystem, noted, read_system, system_pool
+from localllm.device.machines.linux_intel import arc_cards, identify_intel
+from localllm.device.machines.linux_system import (
+    LinuxSystem,
+    read_system,
+    system_pool,
+    with_system_findings,
+)
 from localllm.device.parsers import hexadecimal, linux
 from localllm.device.parsers.gpus import DRM_CARDS, NvidiaGpu, amd_gpus, pci_folders
 from localllm.device.parts_table import DeviceRow
@@ -33,26 +38,26 @@ _DISPLAY = 0x030000
 def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     """Return the Device of these readings. Raises DeviceUnreadableError without a MemTotal."""
     system = read_system(readings, ram_bandwidth)
-    gpus, hidden = nvidia_gpus(readings)
-    system = noted(system, hidden)
+    gpus, hidden_findings = nvidia_gpus(readings)
+    system = with_system_findings(system, hidden_findings)
     for gpu in gpus:
         total = system.machine.total_bytes
         row = one_pool.row_of(readings, gpu, total)
         if row is not None or one_pool.looks_integrated(readings, gpu, total):
             return _one_pool(readings, system, gpu, row)
     cards, findings = nvidia_cards(gpus)
-    system = noted(system, findings)
+    system = with_system_findings(system, findings)
     if cards:
         return one_machine(cards, with_findings(system.base, _other_findings(readings, system)))
-    if not gpus and not hidden:
+    if not gpus and not hidden_findings:
         board = readings.file("/proc/device-tree/model")
         if "NVIDIA" in board:
             row = one_pool.jetson_row(readings, board, system.machine.total_bytes)
             return _one_pool(readings, system, NvidiaGpu(name=board), row)
         if _has_nvidia_gpu(readings):
-            system = noted(system, [no_driver(_driver_fix(readings))])
-    found = identify_amd(readings, system) or identify_intel(readings, system)
-    return found or as_processor(system.base)
+            system = with_system_findings(system, [no_driver(_driver_fix(readings))])
+    amd_or_intel = identify_amd(readings, system) or identify_intel(readings, system)
+    return amd_or_intel or as_processor(system.base)
 
 
 def _one_pool(
@@ -68,7 +73,7 @@ def _one_pool(
         # https://github.com/ggml-org/llama.cpp/pull/17368
         memory, _ = system_pool(system.memory, system.machine.huge_free_bytes)
         base = replace(base, memory=memory)
-    return one_pool.pooled(readings, base, gpu, row)
+    return one_pool.device_with_shared_memory(readings, base, gpu, row)
 
 
 def _driver_fix(readings: Readings) -> str:
@@ -89,12 +94,12 @@ def _driver_fix(readings: Readings) -> str:
             "check with nvidia-smi",
         ),
     )
-    return next(fix for is_so, fix in fixes if is_so)
+    return next(fix for applies, fix in fixes if applies)
 
 
 def _other_findings(readings: Readings, system: LinuxSystem) -> list[Finding]:
     """Return a finding on the GPUs that CUDA does not use."""
-    names = [card.name for card in (*amd_cards(readings, amd_gpus(readings)), *arcs(readings))]
+    names = [card.name for card in (*amd_cards(readings, amd_gpus(readings)), *arc_cards(readings))]
     names += amd_pools(readings, system)
     if names:
         return [unused_cards(names)]

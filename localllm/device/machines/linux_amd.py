@@ -6,36 +6,42 @@ from dataclasses import replace
 
 from localllm.device import parts_table, usable
 from localllm.device.machines.common import card_of, one_machine, shared_bandwidth
-from localllm.device.machines.linux_system import LinuxSystem, noted
-from localllm.device.parsers.gpus import AmdGpu, amd_gpus, environment, marketing_name, visible
+from localllm.device.machines.linux_system import LinuxSystem, with_system_findings
+from localllm.device.parsers.gpus import (
+    AmdGpu,
+    amd_gpus,
+    environment,
+    marketing_name,
+    visible_gpu_indices,
+)
 from localllm.device.parts_table import DeviceRow
 from localllm.device.types import GIB, Accelerator, Device, Figure, Finding, Readings
 
 # Graphics with two compute units (Raphael and its successors, Mendocino). The CPU cores compute as
 # fast.
-_FOR_SCREENS = ("gfx1036", "gfx1037")
+_DISPLAY_ONLY = ("gfx1036", "gfx1037")
 
 
 def identify_amd(readings: Readings, system: LinuxSystem) -> Device | None:
     """Return the machine by its cards, or by its integrated GPU, or None without either."""
-    gpus = [gpu for gpu in amd_gpus(readings) if gpu.gfx not in _FOR_SCREENS]
+    gpus = [gpu for gpu in amd_gpus(readings) if gpu.gfx not in _DISPLAY_ONLY]
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         value = environment(readings).get(name)
-        left = visible(value, [""] * len(gpus))
-        if len(left) < len(gpus):
-            reported = f"{name}={value} leaves {len(left)} of {len(gpus)} AMD GPUs"
-            system = noted(system, [Finding("info", reported)])
-            gpus = [gpus[i] for i in left]
+        visible_indices = visible_gpu_indices(value, [""] * len(gpus))
+        if len(visible_indices) < len(gpus):
+            reported = f"{name}={value} leaves {len(visible_indices)} of {len(gpus)} AMD GPUs"
+            system = with_system_findings(system, [Finding("info", reported)])
+            gpus = [gpus[i] for i in visible_indices]
     if not gpus:
         return None
     if readings.output("render-access") == "denied":
         reported = "the GPU was found but this user may not open /dev/dri/renderD* or /dev/kfd"
         fix = "sudo usermod -aG render,video $USER, then log in again"
-        system = noted(system, [Finding("error", reported, fix)])
-    found = amd_cards(readings, gpus)
-    if not found:
+        system = with_system_findings(system, [Finding("error", reported, fix)])
+    card_devices = amd_cards(readings, gpus)
+    if not card_devices:
         return _amd_apu(readings, system, gpus)
-    return one_machine(found, system.base)
+    return one_machine(card_devices, system.base)
 
 
 def amd_cards(readings: Readings, gpus: list[AmdGpu]) -> list[Device]:
@@ -47,19 +53,28 @@ def amd_pools(readings: Readings, system: LinuxSystem) -> list[str]:
     """Return the integrated GPUs with the memory that each may use ("Radeon 8060S, 120 GiB")."""
     pools = []
     for gpu in amd_gpus(readings):
-        if gpu.gfx in _FOR_SCREENS or not gpu.integrated or not _reach(gpu):
+        if gpu.gfx in _DISPLAY_ONLY or not gpu.integrated or not _usable_bytes(gpu):
             continue
         row = parts_table.by_cpu(system.cpu.name) or _by_pci(gpu)
-        pools.append(f"{_amd_name(readings, gpu, row)} ({_reach(gpu) / GIB:.0f} GiB, shared)")
+        pools.append(
+            f"{_amd_name(readings, gpu, row)} ({_usable_bytes(gpu) / GIB:.0f} GiB, shared)"
+        )
     return pools
 
 
 def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Device:
-    gpu = max(gpus, key=_reach)
+    gpu = max(gpus, key=_usable_bytes)
     # The processor's name identifies the SKU.
     row = parts_table.by_cpu(system.cpu.name) or _by_pci(gpu)
     if row is None and gpu.gfx:
-        row = next((r for r in parts_table.rows() if r.compute_capability == gpu.gfx), None)
+        row = next(
+            (
+                listed_row
+                for listed_row in parts_table.rows()
+                if listed_row.compute_capability == gpu.gfx
+            ),
+            None,
+        )
     accelerator: Accelerator
     if row is not None and row.accelerator == "rocm":
         accelerator = "rocm"
@@ -84,7 +99,7 @@ def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Dev
     )
 
 
-def _reach(gpu: AmdGpu) -> int:
+def _usable_bytes(gpu: AmdGpu) -> int:
     """Return the bytes that the GPU may use."""
     return gpu.vram_total_bytes + gpu.gtt_total_bytes
 
@@ -114,20 +129,26 @@ def _amd_card(readings: Readings, gpu: AmdGpu) -> Device:
     if gpu.bandwidth_gbps:
         reported = Figure(gpu.bandwidth_gbps, "derived", "amdgpu's clock and width")
     return card_of(
-        "AMD", name, memory, row, architecture=gpu.gfx, units=gpu.compute_units, reported=reported
+        "AMD",
+        name,
+        memory,
+        row,
+        architecture=gpu.gfx,
+        compute_units=gpu.compute_units,
+        reported=reported,
     )
 
 
 def _gtt_findings(gpu: AmdGpu, system: LinuxSystem) -> list[Finding]:
     """Return advice if the kernel lets the GPU map much less RAM than there is."""
     findings = []
-    installed = system.machine.total_bytes + gpu.vram_total_bytes
-    if _reach(gpu) < 0.75 * installed and installed >= 24 * GIB:
-        share = f"{_reach(gpu) / GIB:.0f} of {installed / GIB:.0f} GiB"
-        small = f"the GPU may use {share}: the kernel's GTT limit is small"
-        limit = f'"ttm.pages_limit={usable.gtt_pages_advised(installed)}"'
-        fix = f"add {limit} to the kernel command line (GRUB_CMDLINE_LINUX), update-grub, reboot"
-        findings.append(Finding("warning", small, fix))
+    installed_bytes = system.machine.total_bytes + gpu.vram_total_bytes
+    if _usable_bytes(gpu) < 0.75 * installed_bytes and installed_bytes >= 24 * GIB:
+        share = f"{_usable_bytes(gpu) / GIB:.0f} of {installed_bytes / GIB:.0f} GiB"
+        message_text = f"the GPU may use {share}: the kernel's GTT limit is small"
+        kernel_option = f'"ttm.pages_limit={usable.gtt_pages_advised(installed_bytes)}"'
+        fix = f"add {kernel_option} to the kernel command line (GRUB_CMDLINE_LINUX), update-grub, reboot"
+        findings.append(Finding("warning", message_text, fix))
     if gpu.vram_total_bytes > max(16 * GIB, system.machine.total_bytes):
         message = f"the BIOS reserves {gpu.vram_total_bytes / GIB:.0f} GiB permanently for the GPU"
         fix = "set the UMA frame buffer to 512 MB in the BIOS and raise ttm.pages_limit instead"

@@ -7,9 +7,15 @@ from dataclasses import replace
 
 from localllm.device import parts_table, usable
 from localllm.device.machines.common import card_of, one_machine, shared_bandwidth
-from localllm.device.machines.linux_system import LinuxSystem, noted
+from localllm.device.machines.linux_system import LinuxSystem, with_system_findings
 from localllm.device.parsers import hexadecimal, integer
-from localllm.device.parsers.gpus import DRM_CARDS, environment, pci_folders, visible, vulkaninfo
+from localllm.device.parsers.gpus import (
+    DRM_CARDS,
+    environment,
+    pci_folders,
+    visible_gpu_indices,
+    vulkaninfo,
+)
 from localllm.device.parts_table import DeviceRow
 from localllm.device.types import GIB, Device, Finding, Readings
 
@@ -18,20 +24,24 @@ _INTEL_VENDOR = 0x8086
 
 def identify_intel(readings: Readings, system: LinuxSystem) -> Device | None:
     """Return the machine by its Arc cards, or by an integrated GPU in the table, or None."""
-    cards = arcs(readings)
-    left = visible(environment(readings).get("GGML_VK_VISIBLE_DEVICES"), [""] * len(cards))
-    if left:
+    cards = arc_cards(readings)
+    visible_indices = visible_gpu_indices(
+        environment(readings).get("GGML_VK_VISIBLE_DEVICES"), [""] * len(cards)
+    )
+    if visible_indices:
         message = "memory in use on it can't be read without root, so all of it counts as free"
-        system = noted(system, [Finding("info", f"{cards[left[0]].name}: {message}")])
-        return one_machine([cards[i] for i in left], system.base)
-    named = [
+        system = with_system_findings(
+            system, [Finding("info", f"{cards[visible_indices[0]].name}: {message}")]
+        )
+        return one_machine([cards[i] for i in visible_indices], system.base)
+    named_rows = [
         parts_table.by_gpu_name(name) for name, _, _ in vulkaninfo(readings.output("vulkaninfo"))
     ]
-    listed = [
+    listed_rows = [
         _by_pci(readings, folder) for folder in pci_folders(readings, DRM_CARDS, _INTEL_VENDOR)
     ]
-    shown = [row for row in (*named, *listed) if row and row.vendor == "Intel"]
-    integrated = parts_table.by_cpu(system.cpu.name) or next(iter(shown), None)
+    intel_rows = [row for row in (*named_rows, *listed_rows) if row and row.vendor == "Intel"]
+    integrated = parts_table.by_cpu(system.cpu.name) or next(iter(intel_rows), None)
     if integrated is None or integrated.vendor != "Intel" or integrated.kind != "unified":
         return None
     note = Finding(
@@ -60,7 +70,7 @@ def _device_id(readings: Readings, folder: str) -> str:
     return f"{hexadecimal(readings.file(f'{folder}/device')) or 0:04x}"
 
 
-def arcs(readings: Readings) -> list[Device]:
+def arc_cards(readings: Readings) -> list[Device]:
     """Return Intel's discrete cards. Their memory sizes come from i915 or the table."""
     names = [
         name
@@ -69,13 +79,13 @@ def arcs(readings: Readings) -> list[Device]:
     ]
     cards = []
     for folder in pci_folders(readings, DRM_CARDS, _INTEL_VENDOR):
-        card = _arc(readings, folder, names)
+        card = _arc_card(readings, folder, names)
         if card is not None:
             cards.append(card)
     return cards
 
 
-def _arc(readings: Readings, folder: str, names: list[str]) -> Device | None:
+def _arc_card(readings: Readings, folder: str, names: list[str]) -> Device | None:
     """Return the Device of a card in a sysfs folder.
 
     The card is found by its PCI id. If it is on its own bus, it may also take the next of the

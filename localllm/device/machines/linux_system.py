@@ -40,35 +40,35 @@ class LinuxSystem:
 def read_system(readings: Readings, measured: Figure | None) -> LinuxSystem:
     """Return the system of these readings. Raises DeviceUnreadableError without a MemTotal."""
     memory = LinuxMemory(readings.file)
-    machine = memory.machine()
-    if machine is None:
+    machine_memory = memory.machine()
+    if machine_memory is None:
         raise DeviceUnreadableError(
             "/proc/meminfo has no MemTotal, so the memory of this machine is unknown"
         )
     pool, is_limited = system_pool(memory)
     cpu = linux.cpuinfo(readings.file("/proc/cpuinfo"))
-    findings = _limits(readings, pool if is_limited else None, machine.total_bytes)
+    findings = _limits(readings, pool if is_limited else None, machine_memory.total_bytes)
     if cpu.apple and "/.dockerenv" in readings.files:
         no_metal = (
             "Docker on a Mac has no Metal, so models run on the CPU; run localllm on macOS instead"
         )
         findings.append(Finding("info", no_metal))
-    modules = None
+    dimms = None
     records = readings.file("/run/udev/data/+dmi:id")
     if records:
-        modules = linux.udev_memory(records, cpus.channels(cpu.name))
-    reported = modules_bandwidth(modules, "udev")
+        dimms = linux.udev_memory(records, cpus.channels(cpu.name))
+    modules_figure = modules_bandwidth(dimms, "udev")
     # The name of a board or of Apple's computer: "Raspberry Pi 5 Model B Rev 1.0", "Apple MacBook
     # Air (M1, 2020)".
     board = readings.file("/proc/device-tree/model")[:80]
     if "model name" in readings.file("/proc/cpuinfo"):
         board = ""
     row = _board_row(board)
-    known = reported
-    if reported is None and row is not None:
-        known = row.bandwidth()
-    bandwidth = ram_bandwidth(measured, known, cpu.name, cpu.vectors)
-    findings += ram_disagrees(measured, reported)
+    bandwidth_figure = modules_figure
+    if modules_figure is None and row is not None:
+        bandwidth_figure = row.bandwidth()
+    bandwidth = ram_bandwidth(measured, bandwidth_figure, cpu.name, cpu.vectors)
+    findings += ram_disagrees(measured, modules_figure)
     base = Device(
         name=board or cpu.name or f"Linux {readings.architecture}",
         kind="system",
@@ -83,7 +83,7 @@ def read_system(readings: Readings, measured: Figure | None) -> LinuxSystem:
         match=row.name if row else "",
         findings=tuple(findings),
     )
-    return LinuxSystem(memory, machine, cpu, reported, base)
+    return LinuxSystem(memory, machine_memory, cpu, modules_figure, base)
 
 
 def _limits(readings: Readings, container: Memory | None, total_bytes: int) -> list[Finding]:
@@ -92,15 +92,15 @@ def _limits(readings: Readings, container: Memory | None, total_bytes: int) -> l
     `container` is the memory of a container with a smaller limit.
     """
     findings = []
-    total = f"{total_bytes / GIB:.1f} GiB"
+    total_text = f"{total_bytes / GIB:.1f} GiB"
     if container is not None:
-        part = f"this container may use {container.total_bytes / GIB:.1f} GiB of the host's {total}"
+        message = f"this container may use {container.total_bytes / GIB:.1f} GiB of the host's {total_text}"
         fix = "start it with a larger memory limit (docker run --memory …)"
-        findings.append(Finding("info", part, fix))
+        findings.append(Finding("info", message, fix))
     if linux.is_wsl(readings):
-        part = f"WSL can use {total} of this PC's memory (half of it by default)"
+        message = f"WSL can use {total_text} of this PC's memory (half of it by default)"
         fix = "set [wsl2] memory= in %UserProfile%\\.wslconfig, then wsl --shutdown"
-        findings.append(Finding("info", part, fix))
+        findings.append(Finding("info", message, fix))
     return findings
 
 
@@ -114,10 +114,10 @@ def _board_row(board: str) -> DeviceRow | None:
     # Imported here because it indexes all rows' names, which only boards need.
     from localllm.device import lookup, name_parser
 
-    named = name_parser.read(board)
-    rows, _ = lookup.find(named)
+    parsed_name = name_parser.read(board)
+    rows, _ = lookup.find(parsed_name)
     if not rows:
-        rows, _ = lookup.run_of(named)
+        rows, _ = lookup.run_of(parsed_name)
     return min(rows, key=lambda row: row.bandwidth().value, default=None)
 
 
@@ -127,16 +127,18 @@ def system_pool(memory: LinuxMemory, huge_free_bytes: int | None = None) -> tupl
     /proc/meminfo shows the host's memory even in a container. On some boards with reserved huge
     pages (`huge_free_bytes`), only those pages can hold a model.
     """
-    smallest = memory.smallest_limit()
+    smallest_limit = memory.smallest_limit()
     source = "/proc/meminfo MemAvailable"
     if huge_free_bytes is not None:
         source = "/proc/meminfo HugePages_Free"
-    if smallest is not None:
-        source = f"limited by {smallest[1]}"
-    available = memory.available_bytes(machine_bytes=huge_free_bytes)
-    return shared_pool(memory.total_bytes() or 0, available or 0, source), smallest is not None
+    if smallest_limit is not None:
+        source = f"limited by {smallest_limit[1]}"
+    available_bytes = memory.available_bytes(machine_bytes=huge_free_bytes)
+    return shared_pool(
+        memory.total_bytes() or 0, available_bytes or 0, source
+    ), smallest_limit is not None
 
 
-def noted(system: LinuxSystem, findings: list[Finding]) -> LinuxSystem:
+def with_system_findings(system: LinuxSystem, findings: list[Finding]) -> LinuxSystem:
     """Return `system` with more findings."""
     return replace(system, base=with_findings(system.base, findings))

@@ -14,13 +14,13 @@ _FAMILIES = {"GB10", "N1X", "Jetson"}
 _ARM = ("aarch64", "arm64")
 
 
-def among(readings: Readings, gpus: Sequence[NvidiaGpu], base: Device) -> Device | None:
+def first_integrated(readings: Readings, gpus: Sequence[NvidiaGpu], base: Device) -> Device | None:
     """Return the machine `base` by the first GPU that shares its memory, or None."""
-    total = base.memory.total_bytes
+    total_bytes = base.memory.total_bytes
     for gpu in gpus:
-        row = row_of(readings, gpu, total)
-        if row is not None or looks_integrated(readings, gpu, total):
-            return pooled(readings, base, gpu, row)
+        row = row_of(readings, gpu, total_bytes)
+        if row is not None or looks_integrated(readings, gpu, total_bytes):
+            return device_with_shared_memory(readings, base, gpu, row)
     return None
 
 
@@ -60,17 +60,24 @@ def jetson_row(readings: Readings, board: str, total_bytes: int) -> DeviceRow | 
 
     Two Orin Nanos differ only in their power mode. Returns None for an unknown board.
     """
-    low = board.lower()
-    kind = next(
-        (k for k in ("orin nano", "orin nx", "agx orin", "thor", "t4000") if k in low), None
+    board_name = board.lower()
+    module = next(
+        (
+            module_name
+            for module_name in ("orin nano", "orin nx", "agx orin", "thor", "t4000")
+            if module_name in board_name
+        ),
+        None,
     )
-    if kind is None:
+    if module is None:
         return None
-    fitting = _of_memory([row for row in _jetsons() if kind in row.name.lower()], total_bytes)
-    if kind == "orin nano" and len(fitting) > 1:
-        faster = "super" in low or "maxn" in readings.file("/var/lib/nvpmodel/status").lower()
-        fitting.sort(key=lambda row: ("Super" in row.name) != faster)
-    return next(iter(fitting), None)
+    candidates = _of_memory([row for row in _jetsons() if module in row.name.lower()], total_bytes)
+    if module == "orin nano" and len(candidates) > 1:
+        is_faster = (
+            "super" in board_name or "maxn" in readings.file("/var/lib/nvpmodel/status").lower()
+        )
+        candidates.sort(key=lambda row: ("Super" in row.name) != is_faster)
+    return next(iter(candidates), None)
 
 
 def _jetsons() -> list[DeviceRow]:
@@ -78,14 +85,14 @@ def _jetsons() -> list[DeviceRow]:
     return [row for row in rows if row.family == "Jetson" and row.memory_gb and row.bandwidth_gbps]
 
 
-def _of_memory(found: list[DeviceRow], total_bytes: int) -> list[DeviceRow]:
+def _of_memory(rows: list[DeviceRow], total_bytes: int) -> list[DeviceRow]:
     """Return the rows of the smallest memory size that holds `total_bytes`.
 
     A module reports a few per cent less than its memory.
     """
-    fitting = [row for row in found if row.memory_gb[0] * GIB >= total_bytes]
-    size = min((row.memory_gb[0] for row in fitting), default=0.0)
-    return [row for row in fitting if row.memory_gb[0] == size]
+    large_enough = [row for row in rows if row.memory_gb[0] * GIB >= total_bytes]
+    size = min((row.memory_gb[0] for row in large_enough), default=0.0)
+    return [row for row in large_enough if row.memory_gb[0] == size]
 
 
 def _jetson_by_memory(name: str, total_bytes: int) -> DeviceRow | None:
@@ -93,12 +100,14 @@ def _jetson_by_memory(name: str, total_bytes: int) -> DeviceRow | None:
 
     A container does not show the board, and one driver's name is that of all Orin modules.
     """
-    named = [row for row in _jetsons() if parts_table.is_named(row, name)]
-    fitting = _of_memory(named, total_bytes)
-    return min(fitting, key=lambda row: row.bandwidth().value, default=None)
+    named_rows = [row for row in _jetsons() if parts_table.is_named(row, name)]
+    candidates = _of_memory(named_rows, total_bytes)
+    return min(candidates, key=lambda row: row.bandwidth().value, default=None)
 
 
-def pooled(readings: Readings, base: Device, gpu: NvidiaGpu, row: DeviceRow | None) -> Device:
+def device_with_shared_memory(
+    readings: Readings, base: Device, gpu: NvidiaGpu, row: DeviceRow | None
+) -> Device:
     """Return the Device of a GPU that shares the memory of the system `base` with the CPU."""
     findings = base.findings
     bandwidth = _unknown_pool(gpu.compute_capability)

@@ -46,7 +46,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     status = windows.memory_status(readings.output("memory-status"))
     if status is None:
         raise DeviceUnreadableError("Windows did not report its memory (GlobalMemoryStatusEx)")
-    total, available = status
+    total_bytes, available_bytes = status
     cpu = windows.processor(readings.output("processor"))
     modules = windows.physical_memory(readings.output("physical-memory"), cpus.channels(cpu))
     reported = modules_bandwidth(modules, "Win32_PhysicalMemory")
@@ -55,28 +55,28 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         kind="system",
         accelerator="cpu",
         family="CPU",
-        memory=shared_pool(total, available, "GlobalMemoryStatusEx"),
+        memory=shared_pool(total_bytes, available_bytes, "GlobalMemoryStatusEx"),
         bandwidth_gbps=common.ram_bandwidth(ram_bandwidth, reported, cpu, ""),
         os="Windows",
         cpu=cpu,
         n_cpu_cores=max(integer(readings.output("cores")) or 0, 0),
         findings=(*_emulation(readings), *ram_disagrees(ram_bandwidth, reported)),
     )
-    gpus, hidden = nvidia_gpus(readings)
-    base = with_findings(base, hidden)
+    gpus, hidden_findings = nvidia_gpus(readings)
+    base = with_findings(base, hidden_findings)
     adapters = windows.adapters(readings.output("display-class"))
-    shared = one_pool.among(readings, gpus, base)
-    if shared is not None:
-        return shared
+    shared_device = one_pool.first_integrated(readings, gpus, base)
+    if shared_device is not None:
+        return shared_device
     cards, findings = nvidia_cards(gpus)
     base = with_findings(base, findings)
     if cards:
         return _with_nvidia(cards, adapters, base)
-    if not (gpus or hidden) and any(adapter.vendor == "10de" for adapter in adapters):
+    if not (gpus or hidden_findings) and any(adapter.vendor == "10de" for adapter in adapters):
         fix = "install the NVIDIA driver, then check with nvidia-smi"
         base = with_findings(base, [no_driver(fix)])
     return (
-        _integrated(adapters, base, available, reported)
+        _integrated(adapters, base, available_bytes, reported)
         or _discrete(adapters, base)
         or as_processor(base)
     )
@@ -84,9 +84,9 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
 
 def _with_nvidia(cards: list[Device], adapters: list[windows.Adapter], base: Device) -> Device:
     """Return the machine by its NVIDIA cards, with a finding on the GPUs that CUDA does not use."""
-    others = [card.name for card in _cards(adapters)] + _pools(adapters, base)
-    if others:
-        base = with_findings(base, [unused_cards(others)])
+    other_gpus = [card.name for card in _cards(adapters)] + _pools(adapters, base)
+    if other_gpus:
+        base = with_findings(base, [unused_cards(other_gpus)])
     return one_machine(cards, base)
 
 
@@ -121,10 +121,10 @@ def _cards(adapters: list[windows.Adapter]) -> list[Device]:
             maker = maker or row.vendor
         if not is_card or maker not in _MAKERS.values():
             continue
-        size = adapter.memory_bytes
-        if row is not None and not size:
-            size = int(row.memory_gb[0] * GIB)
-        memory = usable.vram(size, 0, 0, "registry HardwareInformation.qwMemorySize")
+        size_bytes = adapter.memory_bytes
+        if row is not None and not size_bytes:
+            size_bytes = int(row.memory_gb[0] * GIB)
+        memory = usable.vram(size_bytes, 0, 0, "registry HardwareInformation.qwMemorySize")
         card = card_of(maker, adapter.name, memory, row)
         cards.append(replace(card, accelerator="vulkan", family=family))
     return cards
@@ -137,8 +137,8 @@ def _pools(adapters: list[windows.Adapter], base: Device) -> list[str]:
         row = parts_table.by_gpu_name(adapter.name)
         if row is None or row.kind != "unified" or row.vendor != "AMD":
             continue
-        reach = adapter.memory_bytes + int(base.memory.total_bytes * _SHARED_WITH_GPU)
-        pools.append(f"{adapter.name} ({reach / GIB:.0f} GiB, shared)")
+        usable_bytes = adapter.memory_bytes + int(base.memory.total_bytes * _SHARED_WITH_GPU)
+        pools.append(f"{adapter.name} ({usable_bytes / GIB:.0f} GiB, shared)")
     return pools
 
 
@@ -170,18 +170,20 @@ def _integrated(
     added to a card's memory.
     """
     by_cpu = parts_table.by_cpu(base.cpu)
-    found = [(adapter, parts_table.by_gpu_name(adapter.name) or by_cpu) for adapter in adapters]
-    if any(row is not None and row.kind == "discrete" for _, row in found):
+    adapters_and_rows = [
+        (adapter, parts_table.by_gpu_name(adapter.name) or by_cpu) for adapter in adapters
+    ]
+    if any(row is not None and row.kind == "discrete" for _, row in adapters_and_rows):
         return None
-    for adapter, row in found:
+    for adapter, row in adapters_and_rows:
         if row is None or row.kind != "unified" or row.vendor not in ("AMD", "Intel"):
             continue
         if by_cpu is not None and by_cpu.kind == "unified":
             row = by_cpu
         ram = base.memory
         own_bytes = adapter.memory_bytes
-        shared = int(ram.total_bytes * _SHARED_WITH_GPU)
-        now = own_bytes + max(0, min(shared, available_bytes - ram.system_bytes))
+        shared_bytes = int(ram.total_bytes * _SHARED_WITH_GPU)
+        available_now = own_bytes + max(0, min(shared_bytes, available_bytes - ram.system_bytes))
         return replace(
             base,
             name=adapter.name,
@@ -191,8 +193,8 @@ def _integrated(
             memory=replace(
                 ram,
                 total_bytes=ram.total_bytes + own_bytes,
-                limit_bytes=own_bytes + shared,
-                available_bytes=now,
+                limit_bytes=own_bytes + shared_bytes,
+                available_bytes=available_now,
                 source="registry qwMemorySize + half of the RAM Windows sees",
                 carve_out_bytes=own_bytes,
             ),

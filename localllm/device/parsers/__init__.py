@@ -16,25 +16,25 @@ _MAX_DIGITS = 20
 
 def integer(text: str | None) -> int | None:
     """Return the leading decimal integer of `text` ("4294967296\\n", "16 GiB" → 16), or None."""
-    found = re.match(r"\s*(-?[0-9]+)", text or "")
-    if found and len(found.group(1)) <= _MAX_DIGITS:
-        return int(found.group(1))
+    match = re.match(r"\s*(-?[0-9]+)", text or "")
+    if match and len(match.group(1)) <= _MAX_DIGITS:
+        return int(match.group(1))
     return None
 
 
 def hexadecimal(text: str | None) -> int | None:
     """Return a hexadecimal integer with or without 0x, or None."""
-    found = re.match(r"\s*(?:0x)?([0-9a-fA-F]+)\s*$", text or "")
-    if found and len(found.group(1)) <= _MAX_DIGITS:
-        return int(found.group(1), 16)
+    match = re.match(r"\s*(?:0x)?([0-9a-fA-F]+)\s*$", text or "")
+    if match and len(match.group(1)) <= _MAX_DIGITS:
+        return int(match.group(1), 16)
     return None
 
 
 def decimal(text: str | None) -> float | None:
     """Return the leading decimal number of `text` ("1792.5 GB/s" → 1792.5), or None."""
-    found = re.match(r"\s*(-?[0-9]+(?:\.[0-9]+)?)", text or "")
-    if found and len(found.group(1)) <= _MAX_DIGITS:
-        return float(found.group(1))
+    match = re.match(r"\s*(-?[0-9]+(?:\.[0-9]+)?)", text or "")
+    if match and len(match.group(1)) <= _MAX_DIGITS:
+        return float(match.group(1))
     return None
 
 
@@ -48,9 +48,9 @@ def from_json(text: str) -> Any:
 
 def key_values(text: str, separator: str = ":") -> dict[str, str]:
     """Parse lines of "key: value" into a dict. The first value of a repeated key wins."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for line in text.splitlines():
         key, sep, value = line.partition(separator)
         if sep:
-            found.setdefault(key.strip(), value.strip())
-    return found
+            values.setdefault(key.strip(), value.strip())
+    return values

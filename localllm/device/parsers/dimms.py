@@ -69,12 +69,12 @@ def _bus_bits(sticks: Sequence[Stick], channels: int) -> int:
         return sum(stick.data_bits for stick in sticks)
     places = [_place(stick) for stick in sticks]
     # If several sticks share a place, firmware does not know the places.
-    if len({stick.place for stick in sticks}) == len(sticks) and all(p[2] for p in places):
+    if len({stick.place for stick in sticks}) == len(sticks) and all(place[2] for place in places):
         return _placed_bits(places)
     if channels:
         return _CHANNEL_BITS * len(sticks)
     sockets = Counter(socket for socket, _, _ in places)
-    return _CHANNEL_BITS * sum(_usual_channels(n) for n in sockets.values())
+    return _CHANNEL_BITS * sum(_usual_channels(n_sticks) for n_sticks in sockets.values())
 
 
 def _placed_bits(places: Sequence[tuple[str, str, str]]) -> int:

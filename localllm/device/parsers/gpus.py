@@ -68,9 +68,9 @@ def kfd_nodes(readings: Readings) -> dict[int, dict[str, Any]]:
     """
     nodes: dict[int, dict[str, Any]] = {}
     for path in readings.matching("/sys/class/kfd/kfd/topology/nodes/*/properties"):
-        values = _kfd_values(readings.file(path))
-        simds = values.get("simd_count", 0)
-        version = values.get("gfx_target_version", 0)
+        properties = _kfd_values(readings.file(path))
+        simds = properties.get("simd_count", 0)
+        version = properties.get("gfx_target_version", 0)
         if simds <= 0 or not 0 < version < 1_000_000:
             continue
         major = version // 10000
@@ -84,13 +84,13 @@ def kfd_nodes(readings: Readings) -> dict[int, dict[str, Any]]:
             "compute_units": simds // simds_per_unit,
             "bandwidth_gbps": _bank_gbps(bank, gfx),
         }
-        nodes.setdefault(values.get("device_id", 0), node)
+        nodes.setdefault(properties.get("device_id", 0), node)
     return nodes
 
 
 def _bank_gbps(bank: Mapping[str, int], gfx: str) -> float:
     """Return the GB/s of a memory bank, or 0.0 if it is unknown or implausible."""
-    transfers = next((n for begin, n in _TRANSFERS.items() if gfx.startswith(begin)), 0)
+    transfers = next((factor for prefix, factor in _TRANSFERS.items() if gfx.startswith(prefix)), 0)
     gbps = bank.get("width", 0) / 8 * bank.get("mem_clk_max", 0) * transfers / 1000
     return gbps if 10 <= gbps <= 50_000 else 0.0
 
@@ -110,7 +110,7 @@ def pci_folders(readings: Readings, pattern: str, vendor: int) -> list[str]:
 def amd_gpus(readings: Readings) -> list[AmdGpu]:
     """Return every amdgpu card of /sys/class/drm, joined with its KFD node by PCI device id."""
     nodes = kfd_nodes(readings)
-    found = []
+    gpus = []
     for folder in pci_folders(readings, DRM_CARDS, AMD_VENDOR):
         device_id = hexadecimal(readings.file(f"{folder}/device")) or 0
         node = nodes.get(device_id) or {"gfx": APU_DEVICES.get(device_id, "")}
@@ -127,8 +127,8 @@ def amd_gpus(readings: Readings) -> list[AmdGpu]:
             **node,
         )
         if gpu.vram_total_bytes or gpu.gtt_total_bytes:
-            found.append(gpu)
-    return found
+            gpus.append(gpu)
+    return gpus
 
 
 def _size(readings: Readings, folder: str, name: str) -> int:
@@ -143,14 +143,14 @@ def _integrated(readings: Readings, folder: str, device_id: int, gfx: str) -> bo
     with their own memory chips have board_info and a vendor's name in mem_info_vram_vendor
     ("unknown" on an APU). No card has less than a GiB of its own memory and more than a GiB of GTT.
     """
-    vram = integer(readings.file(f"{folder}/mem_info_vram_total")) or 0
-    gtt = integer(readings.file(f"{folder}/mem_info_gtt_total")) or 0
-    if device_id in APU_DEVICES or gfx in _APU_GFX or vram < 1 << 30 < gtt:
+    vram_bytes = integer(readings.file(f"{folder}/mem_info_vram_total")) or 0
+    gtt_bytes = integer(readings.file(f"{folder}/mem_info_gtt_total")) or 0
+    if device_id in APU_DEVICES or gfx in _APU_GFX or vram_bytes < 1 << 30 < gtt_bytes:
         return True
     chips = readings.file(f"{folder}/mem_info_vram_vendor")
     if f"{folder}/board_info" in readings.files or chips not in ("", "unknown"):
         return False
-    return vram <= 4 << 30 and gtt >= 4 * max(vram, 1 << 30)
+    return vram_bytes <= 4 << 30 and gtt_bytes >= 4 * max(vram_bytes, 1 << 30)
 
 
 def marketing_name(ids_file: str, device_id: int, revision: int) -> str:
@@ -294,7 +294,7 @@ def environment(readings: Readings) -> dict[str, str]:
     return key_values(readings.output("environment"), "=")
 
 
-def visible(value: str | None, uuids: Sequence[str]) -> list[int]:
+def visible_gpu_indices(value: str | None, uuids: Sequence[str]) -> list[int]:
     """Return the indices of the GPUs selected by a list such as "0,GPU-8a2f", in ascending order.
 
     `uuids` are the GPUs' ids in the order of PCI addresses. None selects all. As in CUDA, an
@@ -302,18 +302,18 @@ def visible(value: str | None, uuids: Sequence[str]) -> list[int]:
     """
     if value is None:
         return list(range(len(uuids)))
-    found: list[int] = []
+    indices: list[int] = []
     for word in (word.strip() for word in value.split(",")):
-        matching = _of_word(word, uuids)
+        matching = _matching_gpus(word, uuids)
         if len(matching) != 1:
             break
-        if matching[0] in found:
+        if matching[0] in indices:
             return []
-        found.append(matching[0])
-    return sorted(found)
+        indices.append(matching[0])
+    return sorted(indices)
 
 
-def _of_word(word: str, uuids: Sequence[str]) -> list[int]:
+def _matching_gpus(word: str, uuids: Sequence[str]) -> list[int]:
     """Return the GPUs that match an index, an id or the beginning of an id."""
     if word.isdecimal() and int(word) < len(uuids):
         return [int(word)]

@@ -17,7 +17,8 @@ from localllm.device.probes import library_folder, llama_cpp_folder, read_text, 
 
 
 def read(cache: Path, data: Path) -> HealthFacts:
-    """Return the facts for `health.judge`, except the build's own device list (see backend_view.py).
+    """Return the facts for `health.health_checks`, except the build's own device list (see
+    backend_view.py).
 
     Facts that could not be read stay None, so that they are reported as not checked.
     """

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from localllm.conversation.repeated_calls import NOTED
+from localllm.conversation.repeated_calls import MIN_NOTED
 from localllm.server.dialects.constraints import Constraint
 from localllm.server.dialects.fields import (
     Budget,
@@ -38,7 +38,7 @@ ParseSpecial = Annotated[
         description="true: parse control tokens in messages and tools; default: treat them as text"
     ),
 ]
-LoopGuard = Annotated[int, Field(ge=NOTED, le=64)]
+LoopGuard = Annotated[int, Field(ge=MIN_NOTED, le=64)]
 _SUMMARIES = ("auto", "concise", "detailed")
 
 
@@ -216,7 +216,7 @@ class ThinkingFields(RequestBody):
     def _guarded_calls(self) -> int | None:
         """Return the number of equal calls that ends a loop, or None."""
         if self.loop_guard is True:
-            return NOTED
+            return MIN_NOTED
         return self.loop_guard or None
 
     def _fields_hiding_reasoning(self) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from localllm.conversation.tools.base import Tool
-from localllm.conversation.tools.prompt import Choice, checked, choice_of, narrowed
+from localllm.conversation.tools.prompt import Choice, apply_allowed_tools, checked_tools, choice_of
 from localllm.conversation.tools.regular import regular
 from localllm.errors import RequestError
 
@@ -65,7 +65,7 @@ class Toolbox:
             function["function"]["name"] = flat
             names[str(flat)] = ClientToolName(name, namespace, kind == "custom")
             functions.append(function)
-        offered = checked(functions)
+        offered = checked_tools(functions)
         for function, plain in zip(functions, offered, strict=True):
             if "call_schema" in function:
                 plain["call_schema"] = function["call_schema"]
@@ -84,7 +84,7 @@ class Toolbox:
                 sent["tools"] = [_as_function(tool) for tool in sent["tools"]]
                 sent["allowed_tools"] = None
             sent = _as_function(sent)
-        functions, choice = narrowed(sent, self.functions)
+        functions, choice = apply_allowed_tools(sent, self.functions)
         return functions, choice_of(choice, functions)
 
 

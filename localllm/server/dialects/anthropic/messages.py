@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from localllm.conversation.messages import flatten, normalise
-from localllm.conversation.tools.prompt import checked
+from localllm.conversation.tools.prompt import checked_tools
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.anthropic.client_tools import function_of, is_client_tool
 from localllm.server.dialects.anthropic.context_management import ContextManagement, continued
@@ -197,7 +197,7 @@ def _toolbox(sent: list[dict[str, Any]]) -> Toolbox:
             skipped.append(f"tools.{tool.get('name', tool['type'])}")
         else:
             tools_with_names.append({"type": "function", "function": function})
-    return Toolbox(checked(tools_with_names), skipped=skipped)
+    return Toolbox(checked_tools(tools_with_names), skipped=skipped)
 
 
 def plain_messages(

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from localllm.conversation.messages import normalise
-from localllm.conversation.tools.prompt import checked
+from localllm.conversation.tools.prompt import checked_tools
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import ModelNotFoundError, UnsupportedError
 from localllm.server.dialects import vectors
@@ -126,7 +126,7 @@ def chat(fields: requests.OllamaChat, model: ServedModel) -> TranslatedRequest |
     ignored = fields.ignored()
     if not fields.messages:
         return _preload(fields, model, lines.chat_part)
-    toolbox = Toolbox(checked(fields.tools))
+    toolbox = Toolbox(checked_tools(fields.tools))
     messages = normalise(fields.messages, ignored)
     task = requests.chat_request(fields, model, messages, toolbox, fields.tool_choice)
     return _translated(task, model, lines.chat_part, ignored, fields)
