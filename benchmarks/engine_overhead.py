@@ -118,7 +118,7 @@ def over_http(path: Path, rounds: int) -> None:
         chat(user("Warm up."), 8)
 
         def our_round() -> None:
-            story = user(f"Tell a story. {len(table.known(server.name))}")
+            story = user(f"Tell a story. {len(table.known_values(server.name))}")
             table.add(server.name, chat(story, 128).decode_tok_s)
 
         interleave(rounds, lambda: table.add("llama_decode loop", bare.decode(128)), our_round)

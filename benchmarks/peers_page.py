@@ -126,4 +126,4 @@ def _group(run: Run) -> list[str]:
 
 
 def _cell(table: RoundComparison, name: str) -> str:
-    return f"{table.median(name):.4g}" if table.known(name) else "–"
+    return f"{table.median(name):.4g}" if table.known_values(name) else "–"

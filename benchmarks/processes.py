@@ -165,36 +165,36 @@ class ProcessScenarios(Scenarios):
 
         def speed() -> float:
             return statistics.median(
-                t.chat(user(f"Tell a story. {self.fresh()}"), 64).decode_tok_s for _ in range(5)
+                t.chat(user(f"Tell a story. {self.next_seed()}"), 64).decode_tok_s for _ in range(5)
             )
 
         alone = speed()
         for _ in range(6):
-            t.chat(user(unseen_text(410, self.fresh())), 4)
+            t.chat(user(unseen_text(410, self.next_seed())), 4)
         time.sleep(0.5)
-        self.put(CROWDED, t, speed() / alone)
+        self.record(CROWDED, t, speed() / alone)
 
     def run_burnt(self, t: BenchTarget) -> None:
         """Measure the CPU seconds in the second after a client left a long answer."""
-        t.chat(user(f"Long {self.fresh()}"), 2000, stop_after=10)
-        t.chat(user(f"Hi {self.fresh()}"), 4)
+        t.chat(user(f"Long {self.next_seed()}"), 2000, stop_after=10)
+        t.chat(user(f"Hi {self.next_seed()}"), 4)
         server = self._server(t)
         before = server.cpu_s()
         time.sleep(1.0)
-        self.put(BURNT, t, server.cpu_s() - before)
+        self.record(BURNT, t, server.cpu_s() - before)
 
     def run_kill(self, t: BenchTarget) -> None:
         """Measure the same 1,400-token prompt after kill -9."""
         server = self._server(t)
         messages: Messages = [
-            {"role": "system", "content": f"{self.fresh()} {SYSTEM}"},
+            {"role": "system", "content": f"{self.next_seed()} {SYSTEM}"},
             *user("Question?"),
         ]
         cold = t.chat(messages, 8)
         time.sleep(1.0)
         server.stop(signal.SIGKILL)
         server.start()
-        self.put(KILLED, t, t.chat(messages, 8).ttft_s / cold.ttft_s)
+        self.record(KILLED, t, t.chat(messages, 8).ttft_s / cold.ttft_s)
         time.sleep(1.0)
 
     def run_burst(self, t: BenchTarget) -> None:
@@ -203,20 +203,21 @@ class ProcessScenarios(Scenarios):
             begun = time.perf_counter()
             with ThreadPoolExecutor(32) as pool:
                 asked = [
-                    pool.submit(t.chat, user(f"Tell story {self.fresh()}."), 48) for _ in range(32)
+                    pool.submit(t.chat, user(f"Tell story {self.next_seed()}."), 48)
+                    for _ in range(32)
                 ]
                 answers = [future.result() for future in asked]
             tokens = sum(self.counter.tokens_of(t, answer) for answer in answers)
-            self.put(figure, t, tokens / (time.perf_counter() - begun))
+            self.record(figure, t, tokens / (time.perf_counter() - begun))
             if figure is BURST:
-                self.put(BURST_FIRST, t, max(answer.ttft_s for answer in answers))
+                self.record(BURST_FIRST, t, max(answer.ttft_s for answer in answers))
 
     def run_known(self, t: BenchTarget) -> None:
         """Measure the first token and the processor time (including the model's step) of a known
         prompt, ten times, and the first token of the next turn."""
         server = self._server(t)
         for words in (400, 2000):
-            head = user(unseen_text(words, self.fresh()))
+            head = user(unseen_text(words, self.next_seed()))
             answer = t.chat(head, 4)
             time.sleep(1.0)
             before = server.cpu_s()
@@ -228,23 +229,23 @@ class ProcessScenarios(Scenarios):
             measured = (statistics.median(seconds), cpu_s, after)
             for figure, value in zip((KNOWN, KNOWN_CPU, NEXT), measured, strict=True):
                 named = replace(figure, title=figure.title.format(f"{words * 5:,}"))
-                self.put(named, t, 1000 * value)
+                self.record(named, t, 1000 * value)
 
     def run_fresh(self, t: BenchTarget) -> None:
         """Measure the second turn of 2,000 tokens in a server's first minute."""
         self._server(t).restart()
-        head = user(unseen_text(400, self.fresh()))
+        head = user(unseen_text(400, self.next_seed()))
         answer = t.chat(head, 8)
         said: Messages = [{"role": "assistant", "content": answer.text}, *user("And then?")]
-        self.put(FRESH, t, 1000 * t.chat([*head, *said], 8).ttft_s)
+        self.record(FRESH, t, 1000 * t.chat([*head, *said], 8).ttft_s)
 
     def run_rest(self, t: BenchTarget) -> None:
         """Measure idle CPU and resident memory."""
         server = self._server(t)
         before = server.cpu_s()
         time.sleep(2.0)
-        self.put(IDLE, t, (server.cpu_s() - before) / 2.0)
-        self.put(MEMORY, t, server.rss_bytes() / 1e6)
+        self.record(IDLE, t, (server.cpu_s() - before) / 2.0)
+        self.record(MEMORY, t, server.rss_bytes() / 1e6)
 
 
 def put_through(servers: Sequence[Server], names: Sequence[str], rounds: int) -> ScenarioResult:

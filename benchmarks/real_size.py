@@ -149,13 +149,13 @@ def resident_bytes(kind: str = "VmRSS") -> int:
 def planned(path: Path, context: int) -> tuple[Any, Any, Any, Any]:
     """Return device, model, plan and known speeds of `path` on this machine, for one request at a
     time, with the measurements of `localllm bench`."""
-    from localllm.load.candidates import machine_of
+    from localllm.load.candidates import device_and_overrides
     from localllm.planner.plan import plan_for
     from localllm.planner.types import Workload
     from localllm_catalog import catalog, from_gguf, gguf
 
     model = from_gguf.model_from_gguf(gguf.read(path))
-    device, known = machine_of(None, None, catalog.load())
+    device, known = device_and_overrides(None, None, catalog.load())
     workload = Workload(context=context)
     return (
         device,

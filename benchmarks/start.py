@@ -114,8 +114,9 @@ def main() -> None:
         interleave(options.rounds, lambda: run(ours), lambda: run(peer))
     report([seconds, first_token, processor], "localllm", options.json)
     for name in ("localllm", "llama-server"):
-        least = f"{min(seconds.known(name)):.3f} s, processor {min(processor.known(name)):.2f} s"
-        print(f"{name}: at least {least}")
+        min_s = min(seconds.known_values(name))
+        min_processor_s = min(processor.known_values(name))
+        print(f"{name}: at least {min_s:.3f} s, processor {min_processor_s:.2f} s")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,9 @@ def _llama_cpp_tokens(build: GgmlBuild | None) -> list[HealthCheck]:
         return [HealthCheck(name, "error", expected, "localllm setup")]
     checks = [HealthCheck(name, "ok", f"on the CPU: {expected.speed}")]
     for accelerator in build.accelerators:
-        verdict = build_check.computed(expected, os.environ, layers=-1, timeout_s=_TOKEN_TIMEOUT_S)
+        verdict = build_check.check_tokens(
+            expected, os.environ, layers=-1, timeout_s=_TOKEN_TIMEOUT_S
+        )
         if verdict.failure:
             text = f"on {accelerator}: {verdict.failure}"
             checks.append(HealthCheck(name, "error", text, "localllm doctor --accelerator"))

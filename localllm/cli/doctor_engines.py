@@ -105,7 +105,7 @@ def examine_engine(backend: Declaration, local: LocalModel, show: Show) -> Engin
 
 def _anonymous(text: str, local: LocalModel) -> str:
     """Remove folders and the model's name, which are private."""
-    return build_check.plain(text).replace(local.path.name, "the model")
+    return build_check.without_folders(text).replace(local.path.name, "the model")
 
 
 def _run_part(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from localllm.cli import model_quality
 from localllm.device.health import HealthCheck
 from localllm.library.types import LocalModel
-from localllm.quants.verdict import loss_ratio, more_exact
+from localllm.quants.verdict import loss_ratio, more_exact_file
 
 # Fewer and shorter blocks than `localllm quality`: the error is larger, but a fault is far above
 # it.
@@ -18,7 +18,7 @@ def model_checks(model: LocalModel) -> list[HealthCheck]:
 
     Raises the errors of loading it.
     """
-    reference = more_exact(model)
+    reference = more_exact_file(model)
     request = model_quality.QualityRequest(
         model, reference, blocks=_BLOCKS, block_tokens=_BLOCK_TOKENS
     )

@@ -50,7 +50,7 @@ def activate(command: str | None) -> None:
         name = named_build or builds.chosen()
         builds.apply(name, os.environ, sys.path)
         if command in _RUN_MODELS and name != builds.OWN:
-            reason = builds.stale(builds.named(name), builds.drivers_now())
+            reason = builds.why_stale(builds.named(name), builds.drivers_now())
             if reason:
                 print(f"note: {reason}", file=sys.stderr)
     except LocalLLMError as e:
@@ -128,7 +128,7 @@ class EngineFallback:
 
         folder = os.environ.get(builds.LIBRARY_VARIABLE, "")
         name = builds.chosen()
-        if name == builds.OWN or (folder and not builds.is_ours(folder)):
+        if name == builds.OWN or (folder and not builds.is_build_library(folder)):
             return ""
         return name
 

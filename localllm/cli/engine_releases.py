@@ -85,10 +85,10 @@ class GitHubReleases:
         if tag != "latest":
             path = f"/releases/tags/{tag}"
         release = releases.read(self._answer(path, tag).json())
-        if release.pointer is None:
+        if release.tag_file is None:
             return release
-        text = self._answer(release.pointer.url, tag).text
-        with_archives = releases.pointed(text)
+        text = self._answer(release.tag_file.url, tag).text
+        with_archives = releases.tag_in(text)
         response = self._answer(f"/releases/tags/{with_archives}", with_archives)
         return releases.read(response.json(), version=release.tag)
 

@@ -64,13 +64,13 @@ def resolved(recipe: BuildRecipe, source: ReleaseSource) -> BuildRecipe:
 
     A recipe with other alternatives is returned unchanged: they are used without a network.
     """
-    if not all(alternative.libraries for alternative in (recipe, *recipe.otherwise)):
+    if not all(alternative.libraries for alternative in (recipe, *recipe.alternatives)):
         return recipe
     for step in recipe.steps:
         if step.release:
             tag = source.find(step.release).tag
-            alternatives = tuple(resolved(other, source) for other in recipe.otherwise)
-            return replace(recipe, name=f"{tag}-{recipe.backend}", otherwise=alternatives)
+            alternatives = tuple(resolved(other, source) for other in recipe.alternatives)
+            return replace(recipe, name=f"{tag}-{recipe.backend}", alternatives=alternatives)
     return recipe
 
 

@@ -45,10 +45,10 @@ def grammar_text(kind: str, source: str, token_ids: Callable[[], Mapping[str, in
             source = f"start: %json {json.dumps(json.loads(source))}"
         if kind in ("json_schema", "lark", "gbnf"):
             lark = schemas_in(lark_of(source))
-            named: Mapping[str, int] = {}
+            ids_by_name: Mapping[str, int] = {}
             if "<" in lark:
-                named = token_ids()
-            return str(LLMatcher.grammar_from_lark(_with_tokens(lark, named)))
+                ids_by_name = token_ids()
+            return str(LLMatcher.grammar_from_lark(_with_tokens(lark, ids_by_name)))
     except ValueError as e:
         raise UnsupportedError(f"the {kind} can't be parsed: {e}") from e
     except RecursionError as e:
@@ -83,25 +83,25 @@ def _with_tokens(lark: str, token_ids: Mapping[str, int]) -> str:
     <|channel|>, <|message|>, <|start|> and <|constrain|>.
     """
 
-    def by_id(found: re.Match[str]) -> str:
-        token = token_ids.get(found[1])
+    def with_id(match: re.Match[str]) -> str:
+        token = token_ids.get(match[1])
         if token is None:
-            return found[0]
+            return match[0]
         return f"<[{token}]>"
 
-    return _TOKEN_NAME.sub(by_id, lark)
+    return _TOKEN_NAME.sub(with_id, lark)
 
 
-class _Bytes:
+class _ByteVocabulary:
     """A vocabulary with the model's size and special tokens, whose other tokens are single
     bytes."""
 
     def __init__(self, n_vocab: int, special: Mapping[str, int]) -> None:
         self.eos_token_id = self.bos_token_id = None
         self.special_token_ids = list(special.values())
-        spelled = {token: SPECIAL + name.encode() for name, token in special.items()}
-        words = iter([bytes([i]) for i in range(256)])
-        self.tokens = [spelled.get(i) or next(words, b"") for i in range(n_vocab)]
+        special_spellings = {token: SPECIAL + name.encode() for name, token in special.items()}
+        single_bytes = iter([bytes([i]) for i in range(256)])
+        self.tokens = [special_spellings.get(i) or next(single_bytes, b"") for i in range(n_vocab)]
 
     def __call__(self, text: bytes | str) -> list[int]:
         if isinstance(text, str):
@@ -109,19 +109,19 @@ class _Bytes:
         return list(text)
 
 
-def _trial(setup: Mapping[str, Any]) -> Callable[[Any], tuple[str, str]]:
+def _trial_of(setup: Mapping[str, Any]) -> Callable[[Any], tuple[str, str]]:
     import llguidance
 
-    vocabulary = _Bytes(setup["n_vocab"], setup["special"])
+    vocabulary = _ByteVocabulary(setup["n_vocab"], setup["special"])
     tokenizer = llguidance.LLTokenizer(
         llguidance.TokenizerWrapper(vocabulary), eos_token=setup["eog"], slices=[]
     )
 
     def token_ids() -> Mapping[str, int]:
-        named: Mapping[str, int] = setup["named"]
-        return named
+        ids_by_name: Mapping[str, int] = setup["named"]
+        return ids_by_name
 
-    def tried(grammar: tuple[str, str]) -> tuple[str, str]:
+    def compiled(grammar: tuple[str, str]) -> tuple[str, str]:
         kind, source = grammar
         text = grammar_text(kind, source, token_ids)
         matcher = matcher_of(tokenizer, kind, text)
@@ -130,9 +130,9 @@ def _trial(setup: Mapping[str, Any]) -> Callable[[Any], tuple[str, str]]:
         return COMPILED, text
 
     # imports and builds everything that is needed once
-    tried(("json_schema", '{"type": "string"}'))
-    return tried
+    compiled(("json_schema", '{"type": "string"}'))
+    return compiled
 
 
 if __name__ == "__main__":
-    serve(_trial)
+    serve(_trial_of)

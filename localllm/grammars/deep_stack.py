@@ -42,9 +42,9 @@ def on_deep_stack(grammar: str, work: Callable[[], Made]) -> Made:
     check_parts(grammar)
     with ThreadPoolExecutor(1, "grammar") as pool:
         with _LOCK:
-            before = threading.stack_size(_STACK_BYTES)
+            previous_bytes = threading.stack_size(_STACK_BYTES)
             try:
                 future = pool.submit(work)
             finally:
-                threading.stack_size(before)
+                threading.stack_size(previous_bytes)
         return future.result()

@@ -17,20 +17,21 @@ class Expressions:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._known: dict[str, str | None] = {}
+        self._expression_by_rule: dict[str, str | None] = {}
 
     def rule(self, name: str) -> str | None:
         """The expression of a rule. Raises KeyError if there is no such rule."""
-        if name not in self._known:
-            self._known[name] = None  # while it is being built: recursion then gives None
-            self._known[name] = self.of(self._rules[name])
-        return self._known[name]
+        if name not in self._expression_by_rule:
+            # While it is being built, so recursion gives None.
+            self._expression_by_rule[name] = None
+            self._expression_by_rule[name] = self.of(self._rules[name])
+        return self._expression_by_rule[name]
 
     def of(self, pieces: Iterable[Piece]) -> str | None:
-        written = ""
-        for kind, said in pieces:
-            part = self.rule(said) if kind == "rule" else said
-            if part is None or len(written) + len(part) > _MAX_CHARS:
+        expression = ""
+        for kind, text in pieces:
+            part = self.rule(text) if kind == "rule" else text
+            if part is None or len(expression) + len(part) > _MAX_CHARS:
                 return None
-            written += part
-        return f"(?:{written})"
+            expression += part
+        return f"(?:{expression})"

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from localllm.errors import UnsupportedError
-from localllm.grammars.closed_objects import closed
+from localllm.grammars.closed_objects import with_closed_objects
 from localllm.grammars.reasons import GrammarCheck, check_schema, reason_of
 from localllm.grammars.schema_words import (
     NAMED,
@@ -32,12 +32,14 @@ Schema: TypeAlias = bool | dict[str, Any]
 # common/json-schema-to-grammar.cpp).
 SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 # Lark's strings, comments and expressions, which are skipped, and the mark before a schema.
-_JSON = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(%json\s*)(?=[{tf])')
-_OPTIONS = "x-guidance"
-LENIENT = {_OPTIONS: {"lenient": True}}
+_EMBEDDED_SCHEMA = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(%json\s*)(?=[{tf])'
+)
+_GUIDANCE_OPTIONS = "x-guidance"
+LENIENT = {_GUIDANCE_OPTIONS: {"lenient": True}}
 """A schema entry that makes llguidance ignore unknown keywords."""
 # At most this many keywords are dropped one after another; then any object is allowed.
-_MAX_WORDS = 8
+_MAX_DROPPED_KEYWORDS = 8
 # Limit of the checks of one schema. Longer schemas than these characters are not cached.
 _MAX_CHECKING_S = 1.0
 _CACHED_CHARS = 2**13
@@ -61,9 +63,9 @@ def convert_schema(schema: Any) -> dict[str, Any]:
     if isinstance(converted, bool):
         converted = {"allOf": [converted]}
     options: dict[str, Any] = {"whitespace_pattern": SPACE}
-    if isinstance(converted.get(_OPTIONS), dict):
-        options |= converted[_OPTIONS]
-    return {**converted, _OPTIONS: options}
+    if isinstance(converted.get(_GUIDANCE_OPTIONS), dict):
+        options |= converted[_GUIDANCE_OPTIONS]
+    return {**converted, _GUIDANCE_OPTIONS: options}
 
 
 def without_effect(text: str) -> tuple[str, ...]:
@@ -82,14 +84,14 @@ def schemas_in(lark: str) -> str:
     Raises UnsupportedError, and ValueError for invalid JSON.
     """
     parts: list[str] = []
-    at = 0
-    while (found := _JSON.search(lark, at)) is not None:
-        parts.append(lark[at : found.end()])
-        at = found.end()
-        if found[1]:
-            schema, at = json.JSONDecoder().raw_decode(lark, at)
+    position = 0
+    while (match := _EMBEDDED_SCHEMA.search(lark, position)) is not None:
+        parts.append(lark[position : match.end()])
+        position = match.end()
+        if match[1]:
+            schema, position = json.JSONDecoder().raw_decode(lark, position)
             parts.append(json.dumps(convert_schema(schema)))
-    return "".join([*parts, lark[at:]])
+    return "".join([*parts, lark[position:]])
 
 
 def loosened(schema: Any) -> tuple[Schema, tuple[str, ...]]:
@@ -100,7 +102,7 @@ def loosened(schema: Any) -> tuple[Schema, tuple[str, ...]]:
     try:
         text = json.dumps(schema)
         if len(text) <= _CACHED_CHARS:
-            return _cached(text)
+            return _loosened_cached(text)
         return _loosened(text)
     except (RecursionError, ValueError):
         return True, ("schema",)
@@ -108,23 +110,23 @@ def loosened(schema: Any) -> tuple[Schema, tuple[str, ...]]:
 
 def _loosened(text: str) -> tuple[Schema, tuple[str, ...]]:
     refused: set[str] = set()
-    until_s = time.monotonic() + _MAX_CHECKING_S
-    schema = convert_node(closed(_embeddable(text)), refused)
+    deadline_s = time.monotonic() + _MAX_CHECKING_S
+    schema = convert_node(with_closed_objects(_embeddable(text)), refused)
     if isinstance(schema, bool):
         return schema, ()
     if not isinstance(schema, dict):
         return True, ("schema",)
-    check = _loosely_checked(schema)
+    check = _lenient_check(schema)
     # A broken property must not affect the others.
     if check.error and '"$ref"' not in text and isinstance(schema.get("properties"), dict):
-        kept = {
-            n: _without_rejected_keywords(inner, refused, until_s)
-            for n, inner in schema["properties"].items()
+        properties = {
+            name: _without_rejected_keywords(inner, refused, deadline_s)
+            for name, inner in schema["properties"].items()
         }
-        schema = {**schema, "properties": kept}
+        schema = {**schema, "properties": properties}
     if check.error:
-        schema = _without_rejected_keywords(schema, refused, until_s)
-        check = _loosely_checked(schema)
+        schema = _without_rejected_keywords(schema, refused, deadline_s)
+        check = _lenient_check(schema)
     for warning in check.warnings:
         refused |= {word for word in reason_of(warning).words if f'"{word}"' in text}
     if check.warnings:
@@ -132,7 +134,8 @@ def _loosened(text: str) -> tuple[Schema, tuple[str, ...]]:
     return schema, tuple(sorted(refused))
 
 
-_cached = lru_cache(maxsize=512)(_loosened)  # an agent sends the same tools with every turn
+# An agent sends the same tools with every turn.
+_loosened_cached = lru_cache(maxsize=512)(_loosened)
 
 
 def documents(schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -153,12 +156,12 @@ def _embeddable(text: str) -> Any:
     drafts ignore the address next to a `$ref`.
     """
     schema = json.loads(text)
-    for word in ("$id", "id"):
-        address = schema.get(word) if isinstance(schema, dict) else None
+    for keyword in ("$id", "id"):
+        address = schema.get(keyword) if isinstance(schema, dict) else None
         if isinstance(address, str) and address.rstrip("#"):
-            whole = json.dumps(address.rstrip("#"))
-            text = text.replace(f'"$ref": {whole[:-1]}#', '"$ref": "#').replace(
-                f'"$ref": {whole}', '"$ref": "#"'
+            quoted_address = json.dumps(address.rstrip("#"))
+            text = text.replace(f'"$ref": {quoted_address[:-1]}#', '"$ref": "#').replace(
+                f'"$ref": {quoted_address}', '"$ref": "#"'
             )
     schema = json.loads(text)
     if isinstance(schema, dict) and "$ref" in schema and isinstance(schema.get("allOf", []), list):
@@ -166,7 +169,7 @@ def _embeddable(text: str) -> Any:
     return schema
 
 
-def _loosely_checked(schema: Any) -> GrammarCheck:
+def _lenient_check(schema: Any) -> GrammarCheck:
     """llguidance's check of a schema embedded in another one, as tools' schemas are."""
     if isinstance(schema, bool):
         return GrammarCheck("")
@@ -175,37 +178,39 @@ def _loosely_checked(schema: Any) -> GrammarCheck:
     return check_schema(json.dumps({"$ref": "x", **documents({"x": schema}), **LENIENT}))
 
 
-def _without_rejected_keywords(schema: Schema, refused: set[str], until_s: float) -> Schema:
+def _without_rejected_keywords(schema: Schema, refused: set[str], deadline_s: float) -> Schema:
     """`schema` without the keywords that llguidance rejects. They are added to `refused`.
 
-    Raises UnsupportedError if the time.monotonic value `until_s` is over."""
-    for _ in range(_MAX_WORDS):
-        if time.monotonic() > until_s:
+    Raises UnsupportedError if the time.monotonic value `deadline_s` is over."""
+    for _ in range(_MAX_DROPPED_KEYWORDS):
+        if time.monotonic() > deadline_s:
             raise UnsupportedError(
                 f"the schema takes more than {_MAX_CHECKING_S:g} s to check: simplify it"
             )
-        check = _loosely_checked(schema)
+        check = _lenient_check(schema)
         if not check.error:
             return schema
-        found: set[str] = set()
-        schema = _without(schema, reason_of(check.error).words, found)
-        if not found:
+        removed: set[str] = set()
+        schema = _without_keywords(schema, reason_of(check.error).words, removed)
+        if not removed:
             break
-        refused |= found
+        refused |= removed
     refused.add("schema")
     return True
 
 
-def _without(schema: Any, words: tuple[str, ...], found: set[str]) -> Any:
+def _without_keywords(schema: Any, keywords: tuple[str, ...], removed: set[str]) -> Any:
     if isinstance(schema, list):
-        return [_without(inner, words, found) for inner in schema]
+        return [_without_keywords(inner, keywords, removed) for inner in schema]
     if not isinstance(schema, dict):
         return schema
-    found |= schema.keys() & set(words)
-    rest = {word: said for word, said in schema.items() if word not in words}
-    for word, said in rest.items():
-        if word in NAMED and isinstance(said, dict):
-            rest[word] = {name: _without(inner, words, found) for name, inner in said.items()}
-        elif word not in ("const", "enum"):
-            rest[word] = _without(said, words, found)
-    return rest
+    removed |= schema.keys() & set(keywords)
+    kept_entries = {keyword: value for keyword, value in schema.items() if keyword not in keywords}
+    for keyword, value in kept_entries.items():
+        if keyword in NAMED and isinstance(value, dict):
+            kept_entries[keyword] = {
+                name: _without_keywords(inner, keywords, removed) for name, inner in value.items()
+            }
+        elif keyword not in ("const", "enum"):
+            kept_entries[keyword] = _without_keywords(value, keywords, removed)
+    return kept_entries

@@ -32,9 +32,9 @@ MAX_WAIT_S = 1.0
 _MAX_ELAPSED_S = 5.0
 # Longer schemas are not cached.
 _CACHED_CHARS = 2**17
-_SMALLER = "send a smaller one, or ask for JSON without a schema"
+_HINT = "send a smaller one, or ask for JSON without a schema"
 CHILD = LimitedChild("localllm.grammars.loosening", _LIMITS)
-_TURN = threading.Lock()
+_CHILD_LOCK = threading.Lock()
 
 
 def loosened(schema: Any) -> tuple[json_schema.Schema, tuple[str, ...]]:
@@ -50,8 +50,8 @@ def loosened(schema: Any) -> tuple[json_schema.Schema, tuple[str, ...]]:
         return json_schema.loosened(schema)
     check_parts(text)
     if len(text) <= _CACHED_CHARS:
-        return _cached(text)
-    return _by_child(text)
+        return _loosened_cached(text)
+    return _loosened_by_child(text)
 
 
 def enforceable(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
@@ -69,34 +69,34 @@ def enforceable(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None
     return ("json_schema", json.dumps(schema)), words
 
 
-def _by_child(text: str) -> tuple[json_schema.Schema, tuple[str, ...]]:
-    until_s = time.monotonic() + _MAX_ELAPSED_S
-    if not _TURN.acquire(timeout=MAX_WAIT_S):
+def _loosened_by_child(text: str) -> tuple[json_schema.Schema, tuple[str, ...]]:
+    deadline_s = time.monotonic() + _MAX_ELAPSED_S
+    if not _CHILD_LOCK.acquire(timeout=MAX_WAIT_S):
         raise BusyError("another request's large schema is being checked", retry_after_s=1.0)
     try:
-        schema, words = CHILD.ask(text, wanted=lambda: time.monotonic() < until_s)
+        schema, words = CHILD.ask(text, wanted=lambda: time.monotonic() < deadline_s)
     except OverLimitError as e:
-        raise UnsupportedError(f"the schema can't be checked: {e}", hint=_SMALLER) from e
+        raise UnsupportedError(f"the schema can't be checked: {e}", hint=_HINT) from e
     except RefusedError as e:
-        raise UnsupportedError(str(e), hint=_SMALLER) from e
+        raise UnsupportedError(str(e), hint=_HINT) from e
     except ChildError as e:
         raise BusyError(f"the schema could not be checked: {e}") from e
     finally:
-        _TURN.release()
+        _CHILD_LOCK.release()
     return schema, tuple(words)
 
 
-_cached = lru_cache(maxsize=32)(_by_child)
+_loosened_cached = lru_cache(maxsize=32)(_loosened_by_child)
 
 
-def _check(_setup: Any) -> Callable[[str], Any]:
+def _make_check(_setup: Any) -> Callable[[str], Any]:
     json_schema.loosened({"type": "object", "properties": {"a": {"type": "string"}}})
 
-    def answer(text: str) -> Any:
+    def check(text: str) -> Any:
         return json_schema.loosened(json.loads(text))
 
-    return answer
+    return check
 
 
 if __name__ == "__main__":
-    serve(_check)
+    serve(_make_check)

@@ -11,11 +11,11 @@ NOT_QUOTED = rf"(?:\A|[^{QUOTES}])"
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
     """The position of the first marker, and the marker. The longest wins at the same position."""
-    places = [(text.find(marker), -len(marker), marker) for marker in markers if marker in text]
-    if not places:
+    candidates = [(text.find(marker), -len(marker), marker) for marker in markers if marker in text]
+    if not candidates:
         return len(text), None
-    at, _, found = min(places)
-    return at, found
+    position, _, first = min(candidates)
+    return position, first
 
 
 def longer_may_come(text: str, marker: str, markers: Sequence[str]) -> bool:

@@ -24,10 +24,10 @@ class NumberEnd:
         """The number of digits at the end of a text, after `token` was appended to `digits`
         digits."""
         spelling = self._spellings[token]
-        tail = len(spelling) - len(spelling.rstrip(_DIGITS))
-        if tail == len(spelling):
-            return digits + tail
-        return tail
+        n_trailing = len(spelling) - len(spelling.rstrip(_DIGITS))
+        if n_trailing == len(spelling):
+            return digits + n_trailing
+        return n_trailing
 
     def ended(self, mask: bytes, digits: int) -> bytes:
         """The mask of the tokens that may follow this many digits.
@@ -38,7 +38,7 @@ class NumberEnd:
         if digits < _MAX_DIGITS:
             return mask
         allowed = int.from_bytes(mask, "little")
-        rest = allowed & ~self._digits
-        if allowed & self._quotes or not rest:
+        without_digits = allowed & ~self._digits
+        if allowed & self._quotes or not without_digits:
             return mask
-        return rest.to_bytes(len(mask), "little")
+        return without_digits.to_bytes(len(mask), "little")

@@ -9,11 +9,11 @@ from localllm.errors import UnsupportedError
 from localllm.grammars.deep_stack import on_deep_stack
 
 # Cost limits for making a grammar: about a second (llguidance counts its own steps).
-_FUEL = 2_000_000
-_SIZE = 100_000
+_MAX_LEXER_FUEL = 2_000_000
+_MAX_GRAMMAR_SIZE = 100_000
 _MAX_CHARS = 1000
-_NOT_KNOWN = re.compile(r"Unimplemented keys: \[(.*?)\]")
-_BLAMED = re.compile(r"\bfor '(\$?\w+)'|(\$?\w+) must be an? ")
+_UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*?)\]")
+_NAMED_KEYWORD = re.compile(r"\bfor '(\$?\w+)'|(\$?\w+) must be an? ")
 UNSATISFIABLE = "Unsatisfiable schema"
 
 
@@ -28,7 +28,7 @@ class Reason:
 
 # Schema keywords named in llguidance's messages (1.9.1, parser/src/json), and the messages that
 # name no keyword. The first sign found in a message decides.
-_WORD_SIGNS = {
+_KEYWORD_MESSAGES = {
     "oneOf": ("oneOf is not supported if one value may match several alternatives", "oneOf"),
     "min/maxProperties": (
         "minProperties and maxProperties are not supported together with optional properties",
@@ -45,7 +45,7 @@ _WORD_SIGNS = {
     "Anchor '": ("a $ref without a target is not supported", "$ref"),
     "regex parse error": ("pattern is not supported in this form", "pattern"),
 }
-_SIZE_SIGNS = {
+_SIZE_MESSAGES = {
     "recursion limit": "it has more than about 120 nested levels",
     "stack level": "its references have more than 128 nested levels",
     "schema too large": "it has more than 50,000 parts",
@@ -58,26 +58,26 @@ def reason_of(message: str) -> Reason:
     warning)."""
     # It may contain a name of the schema, or the answer so far.
     message = message[:_MAX_CHARS]
-    unknown = _NOT_KNOWN.search(message)
+    unknown = _UNKNOWN_KEYWORDS.search(message)
     if unknown is not None:
         words = tuple(re.findall(r'"([^"]+)"', unknown[1]))
         if len(words) > 1:
             return Reason(words, f"{', '.join(words)} are not supported")
         return Reason(words, f"{', '.join(words)} is not supported")
-    for sign, (sentence, *blamed_words) in _WORD_SIGNS.items():
-        if sign in message:
-            return Reason(tuple(blamed_words), sentence)
-    for sign, sentence in _SIZE_SIGNS.items():
-        if sign in message:
+    for excerpt, (sentence, *keywords) in _KEYWORD_MESSAGES.items():
+        if excerpt in message:
+            return Reason(tuple(keywords), sentence)
+    for excerpt, sentence in _SIZE_MESSAGES.items():
+        if excerpt in message:
             return Reason((), sentence)
     line = "no reason given"
     if message.strip():
         line = message.strip().splitlines()[0]
     sentence = line.rpartition("failed to compile JSON schema: ")[2]
-    blamed = _BLAMED.search(message)
-    if blamed is None:
+    named = _NAMED_KEYWORD.search(message)
+    if named is None:
         return Reason((), sentence)
-    return Reason((blamed[1] or blamed[2],), sentence)
+    return Reason((named[1] or named[2],), sentence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,9 @@ def check_schema(schema: str) -> GrammarCheck:
     """llguidance's check of a JSON schema. It does not depend on the vocabulary."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(initial_lexer_fuel=_FUEL, max_grammar_size=_SIZE, verbose_errors=False)
+    limits = LLParserLimits(
+        initial_lexer_fuel=_MAX_LEXER_FUEL, max_grammar_size=_MAX_GRAMMAR_SIZE, verbose_errors=False
+    )
 
     def validate() -> tuple[bool, list[str]]:
         result: tuple[bool, list[str]] = LLMatcher.validate_grammar_with_warnings(
@@ -101,10 +103,10 @@ def check_schema(schema: str) -> GrammarCheck:
         return result
 
     try:
-        wrong, message = on_deep_stack(schema, validate)
+        is_rejected, message = on_deep_stack(schema, validate)
     except (UnsupportedError, ValueError) as e:
         return GrammarCheck(str(e))
-    if wrong:
+    if is_rejected:
         return GrammarCheck(message[0])
     return GrammarCheck("", tuple(message))
 

@@ -15,25 +15,25 @@ from localllm_backends.contract import Declaration, LoraAdapter
 from localllm_catalog.gguf import GgufHeader
 from localllm_catalog.types import Model
 
-_NAMED = re.compile(r"(?s)^(.+?)(?::(-?(?:\d{1,4}(?:\.\d*)?|\.\d+)))?\Z")
+_FILE_AND_SCALE = re.compile(r"(?s)^(.+?)(?::(-?(?:\d{1,4}(?:\.\d*)?|\.\d+)))?\Z")
 _MLX_WEIGHTS = "adapters.safetensors"
-_TABLE = "token_embd.weight"
-_HALVES = (".lora_a", ".lora_b")
+_EMBEDDING_TABLE = "token_embd.weight"
+_MATRIX_SUFFIXES = (".lora_a", ".lora_b")
 
 
-def file_and_scale(named: str) -> tuple[Path, float]:
+def file_and_scale(text: str) -> tuple[Path, float]:
     """Return the parts of FILE[:SCALE], with the absolute path of the file or folder."""
     # A colon that is not followed by a number is part of the file's name.
-    [(file, scale)] = _NAMED.findall(named)
+    [(file, scale)] = _FILE_AND_SCALE.findall(text)
     return Path(os.path.expanduser(file)).absolute(), float(scale or 1)
 
 
-def adapter_named(named: str, opened: OpenedModel, engine: Declaration) -> LoraAdapter:
+def adapter_named(text: str, opened: OpenedModel, engine: Declaration) -> LoraAdapter:
     """Return the adapter FILE[:SCALE] for an opened model.
 
     Raises UnsupportedError if the headers show that the adapter does not fit, and ModelFileError.
     """
-    path, scale = file_and_scale(named)
+    path, scale = file_and_scale(text)
     reason = _fault(path, opened, engine)
     if reason:
         raise UnsupportedError(
@@ -48,24 +48,26 @@ def adapter_named(named: str, opened: OpenedModel, engine: Declaration) -> LoraA
     return LoraAdapter(str(path), scale, n_bytes)
 
 
-def planned_with(model: Model | None, adapters: tuple[LoraAdapter, ...]) -> Model | None:
+def with_adapter_bytes(model: Model | None, adapters: tuple[LoraAdapter, ...]) -> Model | None:
     """Add the size of `adapters` to the weights of `model`, evenly over its layers.
 
     Every token reads the adapters that are applied by default, so they count as active weights.
     """
-    more = sum(adapter.n_bytes for adapter in adapters)
-    read = sum(adapter.n_bytes for adapter in adapters if adapter.scale)
-    if model is None or not model.variants or not more:
+    added_bytes = sum(adapter.n_bytes for adapter in adapters)
+    active_bytes = sum(adapter.n_bytes for adapter in adapters if adapter.scale)
+    if model is None or not model.variants or not added_bytes:
         return model
-    files = model.variants[0]
-    layers = files.layer_bytes
+    variant_alone = model.variants[0]
+    layers = variant_alone.layer_bytes
     variant = replace(
-        files,
-        file_bytes=files.file_bytes + more,
-        weights_bytes=files.weights_bytes and files.weights_bytes + more,
-        active_bytes=files.active_bytes and files.active_bytes + read,
-        layer_bytes=tuple((dense + more // len(layers), experts) for dense, experts in layers),
-        adapter_bytes=read,
+        variant_alone,
+        file_bytes=variant_alone.file_bytes + added_bytes,
+        weights_bytes=variant_alone.weights_bytes and variant_alone.weights_bytes + added_bytes,
+        active_bytes=variant_alone.active_bytes and variant_alone.active_bytes + active_bytes,
+        layer_bytes=tuple(
+            (dense + added_bytes // len(layers), experts) for dense, experts in layers
+        ),
+        adapter_bytes=active_bytes,
     )
     return replace(model, variants=(variant,))
 
@@ -127,18 +129,18 @@ def _fault_of_file(adapter: GgufHeader, base: GgufHeader) -> str:
 
 
 def _fault_of_tensors(adapter: GgufHeader, base: GgufHeader) -> str:
-    halves = {t.name: t.shape for t in adapter.tensors if t.name.endswith(_HALVES)}
-    names = dict.fromkeys(half[: -len(_HALVES[0])] for half in halves)
+    matrices = {t.name: t.shape for t in adapter.tensors if t.name.endswith(_MATRIX_SUFFIXES)}
+    names = dict.fromkeys(matrix[: -len(_MATRIX_SUFFIXES[0])] for matrix in matrices)
     if not names:
         return "it changes no weights"
     shapes = {tensor.name: tensor.shape for tensor in base.tensors}
-    if _TABLE in names and "output.weight" not in shapes:
+    if _EMBEDDING_TABLE in names and "output.weight" not in shapes:
         return (
-            f"it changes {_TABLE}, which is this model's output as well, "
+            f"it changes {_EMBEDDING_TABLE}, which is this model's output as well, "
             "where llama.cpp can't add to it"
         )
     for name in names:
-        fault = _fault_of_pair(name, shapes.get(name, ()), halves)
+        fault = _fault_of_matrices(name, shapes.get(name, ()), matrices)
         if fault:
             return fault
     for tensor in base.tensors:
@@ -147,32 +149,32 @@ def _fault_of_tensors(adapter: GgufHeader, base: GgufHeader) -> str:
     return ""
 
 
-def _fault_of_pair(
-    name: str, weight: tuple[int, ...], halves: Mapping[str, tuple[int, ...]]
+def _fault_of_matrices(
+    name: str, weight_shape: tuple[int, ...], matrices: Mapping[str, tuple[int, ...]]
 ) -> str:
     """Check the two matrices for the weight `name`.
 
-    `weight` is the shape of the weight (empty: the model has no such weight).
+    `weight_shape` is the shape of the weight (empty: the model has no such weight).
     """
-    if not weight:
+    if not weight_shape:
         return f"it changes {name}, which this model does not have: it is another model's"
-    first = halves.get(name + _HALVES[0], ())
-    second = halves.get(name + _HALVES[1], ())
+    first = matrices.get(name + _MATRIX_SUFFIXES[0], ())
+    second = matrices.get(name + _MATRIX_SUFFIXES[1], ())
     if not first or not second:
         return f"it has one of the two matrices for {name} alone"
-    n_in, *n_out = weight
+    n_in, *n_out = weight_shape
     rank = second[0]
-    fitting = [(n_in, rank, *n_out[1:]), (rank, *n_out)]
+    expected_shapes = [(n_in, rank, *n_out[1:]), (rank, *n_out)]
     # Rows of the token embedding table are looked up, not multiplied.
-    if name == _TABLE:
-        fitting = [(rank, *n_out), (rank, n_in)]
-    if [first, second] == fitting:
+    if name == _EMBEDDING_TABLE:
+        expected_shapes = [(rank, *n_out), (rank, n_in)]
+    if [first, second] == expected_shapes:
         return ""
     return (
-        f"{name} is {_product(weight)} in this model, and the two matrices for it are "
-        f"{_product(first)} and {_product(second)}: it is another model's, or its ranks differ"
+        f"{name} is {_shape_text(weight_shape)} in this model, and the two matrices for it are "
+        f"{_shape_text(first)} and {_shape_text(second)}: it is another model's, or its ranks differ"
     )
 
 
-def _product(shape: tuple[int, ...]) -> str:
+def _shape_text(shape: tuple[int, ...]) -> str:
     return " × ".join(map(str, shape))

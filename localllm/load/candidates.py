@@ -28,8 +28,8 @@ def device_named(name: str | None, memory: float | None, bandwidth: float | None
     if name is not None:
         from localllm.device.name_lookup import resolve
 
-        named = resolve(name, memory_gb=memory, bandwidth_gbps=bandwidth)
-        return _with_build_of_setup(named)
+        described = resolve(name, memory_gb=memory, bandwidth_gbps=bandwidth)
+        return _with_setup_accelerator(described)
     from localllm.device.detect import detect
     from localllm.device.overrides import overridden
 
@@ -37,24 +37,24 @@ def device_named(name: str | None, memory: float | None, bandwidth: float | None
 
 
 # Cards that only ROCm drives.
-_WITHOUT_GRAPHICS = "Instinct"
+_ROCM_ONLY_CARDS = "Instinct"
 
 
-def _with_build_of_setup(device: Device) -> Device:
+def _with_setup_accelerator(device: Device) -> Device:
     """Return a described machine with the accelerator of the build that `localllm setup` installs.
 
     Where two builds drive the same GPU, that is the one that needs only the installed driver.
     """
     from localllm.device.accelerators import KINDS
 
-    usual = KINDS[device.accelerator].lighter
-    if usual is None or _WITHOUT_GRAPHICS in device.name:
+    accelerator = KINDS[device.accelerator].lighter
+    if accelerator is None or _ROCM_ONLY_CARDS in device.name:
         return device
-    cards = tuple(replace(card, accelerator=usual) for card in device.cards)
-    return replace(device, accelerator=usual, cards=cards)
+    cards = tuple(replace(card, accelerator=accelerator) for card in device.cards)
+    return replace(device, accelerator=accelerator, cards=cards)
 
 
-def machine_of(
+def device_and_overrides(
     name: str | None, memory_gb: float | None, catalog: Catalog
 ) -> tuple[Device, Overrides]:
     """Return a machine (None: this one) and the overrides for plans on it.
@@ -92,7 +92,7 @@ def figures_of_others(device: Device, models: Mapping[str, Model]) -> tuple[Meas
     return measured_by_others.for_planner(device, models)
 
 
-def of_quant(plans: list[Plan], quant: str) -> list[Plan]:
+def plans_of_quant(plans: list[Plan], quant: str) -> list[Plan]:
     """Filter `plans` by quant ("" = all).
 
     Raises ModelNotFoundError if this machine's engines read only other quants of the model.
@@ -100,14 +100,14 @@ def of_quant(plans: list[Plan], quant: str) -> list[Plan]:
     from localllm.errors import ModelNotFoundError
     from localllm.library.names import same_quant
 
-    found = [p for p in plans if not quant or same_quant(quant, p.variant.quant)]
-    if plans and not found:
-        listed = ", ".join(dict.fromkeys(p.variant.quant for p in plans))
+    matching = [p for p in plans if not quant or same_quant(quant, p.variant.quant)]
+    if plans and not matching:
+        readable_quants = ", ".join(dict.fromkeys(p.variant.quant for p in plans))
         raise ModelNotFoundError(
             f"no engine for this machine can read {plans[0].model.name} in {quant}",
-            hint=f"readable variants: {listed}",
+            hint=f"readable variants: {readable_quants}",
         )
-    return found
+    return matching
 
 
 def variant_choice(ref: str) -> Callable[[Model], Variant] | None:
@@ -166,12 +166,12 @@ def installed_names(
     installed = InstalledNames(installed_models, catalog)
     if not installed.models:
         return {}
-    found = {}
+    names = {}
     for model_id, quant in {(p.model.id, p.variant.quant) for p in plans}:
         local = find(f"{model_id}:{quant}", installed.rules).first
         if local is not None:
-            found[model_id, quant] = local.name
-    return found
+            names[model_id, quant] = local.name
+    return names
 
 
 def image_readers(models: Sequence[Model]) -> tuple[Model, ...]:
@@ -191,20 +191,20 @@ def audio_readers(models: Sequence[Model]) -> tuple[Model, ...]:
 def _readers(
     models: Sequence[Model], can_read: Callable[[Model, Variant], bool]
 ) -> tuple[Model, ...]:
-    found = []
+    readers = []
     for model in models:
         variants = tuple(v for v in model.variants if can_read(model, v))
         if variants:
-            found.append(replace(model, variants=variants))
-    return tuple(found)
+            readers.append(replace(model, variants=variants))
+    return tuple(readers)
 
 
-def media_readers(models: Sequence[Model], wanted: Overrides) -> tuple[Model, ...]:
+def media_readers(models: Sequence[Model], overrides: Overrides) -> tuple[Model, ...]:
     """Keep the models and variants that read the media that are wanted."""
     readers = tuple(models)
-    if wanted.sees:
+    if overrides.sees:
         readers = image_readers(readers)
-    if wanted.hears:
+    if overrides.hears:
         readers = audio_readers(readers)
     return readers
 
@@ -214,11 +214,11 @@ def projector_facts(plan: Plan) -> str:
     from localllm.planner.projector import reads_audio
 
     facts = image_facts(plan.model)
-    read = ["images"] if facts else []
+    media = ["images"] if facts else []
     if reads_audio(plan.model, plan.variant):
-        read.append("sounds")
+        media.append("sounds")
     size = plan.memory.projector_bytes / 1e9
-    text = f"{' and '.join(read)}: {size:.1f} GB for the projector"
+    text = f"{' and '.join(media)}: {size:.1f} GB for the projector"
     return f"{text}; {facts}" if facts else text
 
 
@@ -232,7 +232,7 @@ def image_facts(model: Model) -> str:
     facts = "tokens per image: unknown until it is loaded"
     if model.image_tokens:
         facts = str(model.image_tokens)
-    file = next((v for v in model.variants if v.mmproj_file), None)
-    if file is not None:
-        facts += f"; {file.mmproj_file}, {file.mmproj_bytes / 1e9:.1f} GB"
+    with_projector = next((v for v in model.variants if v.mmproj_file), None)
+    if with_projector is not None:
+        facts += f"; {with_projector.mmproj_file}, {with_projector.mmproj_bytes / 1e9:.1f} GB"
     return facts

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from localllm_backends.backend_type import BackendType
 
 # Header keys of models with a sliding window or a recurrent state.
-_NOT_PLAIN = (
+_STATE_KEYS = (
     "attention.sliding_window",
     "ssm.state_size",
     "full_attention_interval",
@@ -42,7 +42,7 @@ _ASSISTANT = "gemma4-assistant"
 # Entries of a folder that are looked at.
 _MAX_ENTRIES = 1000
 _DRAFTER_WORD = re.compile(r"[-_.](dflash|dspark|eagle-?3|speculator)")
-_KINDS = ("eagle3", "dflash", _ASSISTANT)
+_DRAFTER_ARCHITECTURES = ("eagle3", "dflash", _ASSISTANT)
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class ChosenDrafter:
     `mode`: the engine's drafting mode.
     `second`: a second model that drafts.
     `companion`: a trained drafter.
-    `found`: the companion was not requested by name but found next to the model or in its own file
-    ("mtp"), so it may be left out.
+    `companion_found`: the companion was not requested by name but found next to the model or in its
+    own file ("mtp"), so it may be left out.
     """
 
     mode: str = "auto"
     second: OpenedModel | None = None
     companion: CompanionDrafter | None = None
-    found: bool = False
+    companion_found: bool = False
 
 
 def chosen_drafter(opened: OpenedModel, catalog: Catalog, settings: Settings) -> ChosenDrafter:
@@ -81,18 +81,18 @@ def chosen_drafter(opened: OpenedModel, catalog: Catalog, settings: Settings) ->
                 "lookup, or a model file with MTP heads",
             )
     if draft == "auto":
-        return _at_hand(opened, catalog)
+        return _automatic_drafter(opened, catalog)
     if draft in DRAFT_MODES:
         return ChosenDrafter(draft)
-    named = companion_at(Path(draft)) or _in_hub_cache(draft)
-    if named is not None:
-        why = _why_unfit(named, opened)
-        if why is not None:
+    companion = companion_at(Path(draft)) or _in_hub_cache(draft)
+    if companion is not None:
+        reason = _why_unfit(companion, opened)
+        if reason is not None:
             hint = "use the drafter published for this model, or --draft auto"
-            raise UnsupportedError(f"--draft {Path(draft).name}: {why}", hint=hint)
-        return ChosenDrafter(companion=named)
-    second = resolve(draft)
-    return ChosenDrafter(second=open_model(second, catalog))
+            raise UnsupportedError(f"--draft {Path(draft).name}: {reason}", hint=hint)
+        return ChosenDrafter(companion=companion)
+    second_model = resolve(draft)
+    return ChosenDrafter(second=open_model(second_model, catalog))
 
 
 def companion_at(path: Path) -> CompanionDrafter | None:
@@ -103,7 +103,7 @@ def companion_at(path: Path) -> CompanionDrafter | None:
     if path.suffix != ".gguf" or not path.is_file():
         return None
     header = readable_header(path)
-    if header is None or header.architecture not in _KINDS:
+    if header is None or header.architecture not in _DRAFTER_ARCHITECTURES:
         return None
     kind = header.architecture
     target_width = header.integer("eagle3.target_hidden_size")
@@ -127,25 +127,25 @@ def _in_hub_cache(repo: str) -> CompanionDrafter | None:
         return None
     snapshots = hf_cache.repo_folder(app_folders.hub_cache(), repo) / "snapshots"
     for config in sorted(snapshots.glob("*/config.json")):
-        found = companion_at(config.parent)
-        if found is not None:
-            return found
+        companion = companion_at(config.parent)
+        if companion is not None:
+            return companion
     return None
 
 
 def _companion_in(folder: Path) -> CompanionDrafter | None:
     """Return the trained drafter in a folder with config.json and safetensors, or None."""
-    known = drafter_config(json_store.read(folder / "config.json"))
+    config = drafter_config(json_store.read(folder / "config.json"))
     weights = [file for file in folder.glob("model*.safetensors") if file.is_file()]
-    if known is None or not weights:
+    if config is None or not weights:
         return None
     return CompanionDrafter(
-        kind=known.kind,
+        kind=config.kind,
         path=str(folder),
         file_bytes=sum(file.stat().st_size for file in weights),
-        kv_elements=known.kv_elements,
-        width=known.width,
-        block=known.block,
+        kv_elements=config.kv_elements,
+        width=config.width,
+        block=config.block,
         is_folder=True,
     )
 
@@ -186,7 +186,7 @@ def _why_unfit(companion: CompanionDrafter, opened: OpenedModel) -> str | None:
     )
 
 
-def _at_hand(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
+def _automatic_drafter(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
     """Return the smallest trained drafter that fits and is next to the model or was downloaded for
     it.
 
@@ -194,9 +194,9 @@ def _at_hand(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
     their memory can only be stored in parts without one.
     """
     header = opened.header
-    is_plain = header is not None and not _is_stateful(header)
+    is_stateless = header is not None and not _is_stateful(header)
     local = opened.local
-    if not (local.is_folder or is_plain):
+    if not (local.is_folder or is_stateless):
         return ChosenDrafter()
     if local.is_folder:
         files = _folders_beside(local)
@@ -212,12 +212,12 @@ def _at_hand(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
     if not fitting:
         return ChosenDrafter()
     smallest = min(fitting, key=attrgetter("file_bytes"))
-    return ChosenDrafter(companion=smallest, found=True)
+    return ChosenDrafter(companion=smallest, companion_found=True)
 
 
 def _is_stateful(header: GgufHeader) -> bool:
     """Return whether a model has sliding windows or recurrent states, by its header."""
-    return any(f"{header.architecture}.{key}" in header.metadata for key in _NOT_PLAIN)
+    return any(f"{header.architecture}.{key}" in header.metadata for key in _STATE_KEYS)
 
 
 def _folders_beside(local: LocalModel) -> list[Path]:
@@ -226,16 +226,16 @@ def _folders_beside(local: LocalModel) -> list[Path]:
     These are the folders in its own folder, and those next to it whose names begin alike, such as
     Qwen3-4B-DFlash-b16 next to Qwen3-4B-4bit.
     """
-    found = []
+    folders = []
     try:
-        found = [path for path in islice(local.path.iterdir(), _MAX_ENTRIES) if path.is_dir()]
+        folders = [path for path in islice(local.path.iterdir(), _MAX_ENTRIES) if path.is_dir()]
         for path in islice(local.path.parent.iterdir(), _MAX_ENTRIES):
             word = _DRAFTER_WORD.search(path.name.lower())
             if word and local.path.name.lower().startswith(path.name[: word.start()].lower()):
-                found.append(path)
+                folders.append(path)
     except OSError:
-        return found
-    return found
+        return folders
+    return folders
 
 
 # -- media -----------------------------------------------------------------------------------------
@@ -262,24 +262,24 @@ def projector_for(local: LocalModel, engine: BackendType, settings: Settings) ->
 
     Raises UnsupportedError if images were requested but are not available.
     """
-    wanted = settings.value("images")
+    images = settings.value("images")
     if local.is_folder:
-        found = _own_projector(local, engine, settings)
+        projector = _own_projector(local, engine, settings)
     else:
-        found = _projector_of(local, engine)
-    if found is None:
-        if wanted == "on":
+        projector = _projector_of(local, engine)
+    if projector is None:
+        if images == "on":
             raise UnsupportedError(
                 f"--images on: there is no image projector for {local.name}",
                 hint="`localllm pull` downloads one (a file "
                 "mmproj-*.gguf) if the repository has it",
             )
         return MediaProjector()
-    if wanted == "off":
+    if images == "off":
         return MediaProjector(why_not="switched off (--images off)")
-    if found.why_not and wanted == "on":
-        raise UnsupportedError(f"--images on: {found.why_not}")
-    return found
+    if projector.why_not and images == "on":
+        raise UnsupportedError(f"--images on: {projector.why_not}")
+    return projector
 
 
 def _own_projector(
@@ -303,9 +303,9 @@ def _projector_of(local: LocalModel, engine: BackendType) -> MediaProjector | No
     """Return the projector in a separate file next to the model, or None."""
     if local.mmproj is None:
         return None
-    why = engine.reads_images()
-    if why is not None:
-        return MediaProjector(why_not=why)
+    why_not = engine.reads_images()
+    if why_not is not None:
+        return MediaProjector(why_not=why_not)
     if local.mmproj_fault:
         return MediaProjector(why_not=f"{local.mmproj.name}: {local.mmproj_fault}")
     try:
@@ -324,12 +324,13 @@ def without_projector(
 
     Raises DoesNotFitError if images were requested.
     """
-    why = (
+    why_not = (
         f"the image projector needs {projector.need_bytes / 1e9:.1f} GB, but only "
         f"{max(0, free_bytes) / 1e9:.1f} GB are left"
     )
     if settings.value("images") == "on":
         raise DoesNotFitError(
-            f"--images on: {why}", hint="use a smaller --context, or a smaller quant of the model"
+            f"--images on: {why_not}",
+            hint="use a smaller --context, or a smaller quant of the model",
         )
-    return MediaProjector(why_not=why)
+    return MediaProjector(why_not=why_not)

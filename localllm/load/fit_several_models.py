@@ -19,35 +19,41 @@ MIN_SHARED_CONTEXT = 4096
 
 
 def load_plans_together(
-    references: Sequence[str | None], settings: Settings, own: Sequence[Settings] | None = None
+    references: Sequence[str | None],
+    settings: Settings,
+    settings_by_model: Sequence[Settings] | None = None,
 ) -> list[LoadPlan]:
     """Plan models that share this machine.
 
     The first model is planned for coding. Further models that support fill-in-the-middle are
-    planned for autocomplete. Contexts that were not chosen are halved, the largest first, until all
+    planned for autocomplete. Contexts that were not chosen are halved, the longest first, until all
     models fit in the machine's memory and in what is free now. If that is not enough, each model
     keeps the plan it would have alone, and the models take turns.
 
-    `own`: the settings of each model, if they differ. Raises the same errors as `load_plan_named`.
+    `settings_by_model`: the settings of each model, if they differ. Raises the same errors as
+    `load_plan_named`.
     """
 
-    each = own or [settings] * len(references)
-    models = [resolved(r, s) for r, s in zip(references, each, strict=True)]
+    model_settings = settings_by_model or [settings] * len(references)
+    models = [
+        resolved(reference, own_settings)
+        for reference, own_settings in zip(references, model_settings, strict=True)
+    ]
 
     def planned(i: int, settings: Settings, purpose: Purpose) -> LoadPlan:
-        return make_load_plan(models[i], settings, purpose, of=len(models))
+        return make_load_plan(models[i], settings, purpose, n_models=len(models))
 
-    plans = [planned(i, s, "coding") for i, s in enumerate(each)]
+    plans = [planned(i, own_settings, "coding") for i, own_settings in enumerate(model_settings)]
     for i, load in enumerate(plans[1:], 1):
         if load.fills_in:
-            plans[i] = planned(i, each[i], "autocomplete")
+            plans[i] = planned(i, model_settings[i], "autocomplete")
     if len(plans) == 1:
         return plans
     device = detect.detect()
     plans = one_card_each(plans, device)
     if _fits_one_card_each(plans, device):
         return plans
-    return _with_shorter_contexts(plans, each, planned)
+    return _with_shorter_contexts(plans, model_settings, planned)
 
 
 def _with_shorter_contexts(
@@ -55,35 +61,35 @@ def _with_shorter_contexts(
     settings: Sequence[Settings],
     planned: Callable[[int, Settings, Purpose], LoadPlan],
 ) -> list[LoadPlan]:
-    """Halve contexts that were not chosen, the largest first, until all plans fit.
+    """Halve contexts that were not chosen, the longest first, until all plans fit.
 
     Returns `plans` unchanged if that is not enough.
     """
     _, available = memory_for_models()
-    free = [
+    adjustable = [
         i
         for i, load in enumerate(plans)
         if load.plan is not None and settings[i]["context"].automatic
     ]
     limits = [load.plan.memory.limit_bytes for load in plans if load.plan is not None]
-    if not free:
+    if not adjustable:
         return plans
     limit = min(available(), *limits)
-    shared = list(plans)
-    while not has_room(sum(load.needs_bytes for load in shared), limit):
-        contexts = {i: shared[i].options.spec.n_ctx for i in free}
-        at = max(free, key=contexts.__getitem__)
-        smaller = shared[at].options.spec.n_ctx // 2
+    loads = list(plans)
+    while not has_room(sum(load.needs_bytes for load in loads), limit):
+        contexts = {i: loads[i].options.spec.n_ctx for i in adjustable}
+        longest = max(adjustable, key=contexts.__getitem__)
+        smaller = loads[longest].options.spec.n_ctx // 2
         if smaller < MIN_SHARED_CONTEXT:
             return plans
         purpose: Purpose = "coding"
-        if at and shared[at].fills_in:
+        if longest and loads[longest].fills_in:
             purpose = "autocomplete"
-        lowered = planned(at, settings[at].lowered("context", smaller), purpose)
-        if lowered.options.spec.n_ctx >= shared[at].options.spec.n_ctx:
+        shorter = planned(longest, settings[longest].lowered("context", smaller), purpose)
+        if shorter.options.spec.n_ctx >= loads[longest].options.spec.n_ctx:
             return plans
-        shared[at] = lowered
-    return shared
+        loads[longest] = shorter
+    return loads
 
 
 def one_card_each(loads: Sequence[LoadPlan], device: Device) -> list[LoadPlan]:
@@ -92,8 +98,8 @@ def one_card_each(loads: Sequence[LoadPlan], device: Device) -> list[LoadPlan]:
     Each model was planned as if it were alone, so all were planned for the same card.
     """
     rates = {card.number: card.bandwidth_gbps.value for card in device.cards}
-    left = {card.number: card.memory.limit_bytes for card in device.cards}
-    placed = []
+    left_bytes = {card.number: card.memory.limit_bytes for card in device.cards}
+    moved_loads = []
     for load in loads:
         cards: tuple[int, ...] = ()
         if load.plan is not None:
@@ -101,9 +107,11 @@ def one_card_each(loads: Sequence[LoadPlan], device: Device) -> list[LoadPlan]:
         if (
             load.plan is not None
             and len(cards) == 1
-            and load.needs_bytes > left.get(cards[0], load.needs_bytes)
+            and load.needs_bytes > left_bytes.get(cards[0], load.needs_bytes)
         ):
-            fitting = [number for number, free in left.items() if has_room(load.needs_bytes, free)]
+            fitting = [
+                number for number, free in left_bytes.items() if has_room(load.needs_bytes, free)
+            ]
             if fitting:
                 cards = (max(fitting, key=rates.__getitem__),)
             spec = load.options.spec
@@ -111,10 +119,12 @@ def one_card_each(loads: Sequence[LoadPlan], device: Device) -> list[LoadPlan]:
             spec = replace(spec, placement=replace(spec.placement, cards=cards))
             plan = plan._replace(settings=plan.settings.placed(cards=cards))
             load = replace(load, options=replace(load.options, spec=spec), plan=plan)
-        for number in cards or left:
-            left[number] = left.get(number, 0) - load.needs_bytes // len(cards or left)
-        placed.append(load)
-    return placed
+        for number in cards or left_bytes:
+            left_bytes[number] = left_bytes.get(number, 0) - load.needs_bytes // len(
+                cards or left_bytes
+            )
+        moved_loads.append(load)
+    return moved_loads
 
 
 def _fits_one_card_each(loads: Sequence[LoadPlan], device: Device) -> bool:
@@ -138,15 +148,15 @@ def memory_for_models(device: Device | None = None) -> tuple[int, Callable[[], i
     If the pool is shared with the system, the function returns what the memory guard would allow.
     `device`: this machine, if it was read already.
     """
-    machine = device or detect.detect()
+    own_device = device or detect.detect()
 
     def available() -> int:
         memory = detect.detect().memory
-        if machine.kind == "discrete":
+        if own_device.kind == "discrete":
             return memory.loadable_bytes
-        shared = free_for_models()
-        if shared is None:
+        free_bytes = free_for_models()
+        if free_bytes is None:
             return memory.loadable_bytes
-        return min(memory.loadable_bytes, shared + memory.carve_out_bytes)
+        return min(memory.loadable_bytes, free_bytes + memory.carve_out_bytes)
 
-    return machine.memory.limit_bytes, available
+    return own_device.memory.limit_bytes, available

@@ -62,23 +62,23 @@ class KvEvidence:
     found: tuple[KvFidelity, ...] = ()
 
 
-def read(file: Path, meaning: str | None = None) -> KvEvidence:
+def read(file: Path, build: str | None = None) -> KvEvidence:
     """Read the measurements in `file`.
 
-    Returns an empty Kept if the file is missing or damaged, or if `meaning` is given and names
+    Returns an empty KvEvidence if the file is missing or damaged, or if `build` is given and names
     another build.
     """
     body = json_store.read(file)
-    if meaning is not None and body.get("build") != meaning:
+    if build is not None and body.get("build") != build:
         return KvEvidence()
     try:
-        found = [json_store.record(KvFidelity, entry) for entry in body["found"]]
-        pairs = tuple(pair for pair in found if pair is not None)
+        entries = [json_store.record(KvFidelity, entry) for entry in body["found"]]
+        pairs = tuple(pair for pair in entries if pair is not None)
         return KvEvidence(str(body.get("model", "")), pairs)
     except (ValueError, KeyError, TypeError, AttributeError):
         return KvEvidence()
 
 
-def keep(file: Path, meaning: str, kept: KvEvidence) -> None:
-    """Store the measurements of the build `meaning`. Disk errors are ignored."""
-    json_store.keep(file, {"build": meaning, **asdict(kept)})
+def keep(file: Path, build: str, evidence: KvEvidence) -> None:
+    """Store the measurements of `build`. Disk errors are ignored."""
+    json_store.keep(file, {"build": build, **asdict(evidence)})

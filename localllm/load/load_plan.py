@@ -24,7 +24,7 @@ from localllm.library.catalog import load_catalog, open_model
 from localllm.library.resolve import resolve
 from localllm.library.types import LocalModel
 from localllm.load import readable_models
-from localllm.load.adapters import adapter_named, planned_with
+from localllm.load.adapters import adapter_named, with_adapter_bytes
 from localllm.load.drafters_and_projector import (
     MediaProjector,
     chosen_drafter,
@@ -112,13 +112,13 @@ def make_load_plan(
     settings: Settings,
     purpose: Purpose = "chat",
     *,
-    of: int = 1,
+    n_models: int = 1,
     spare_bytes: int = 0,
     ran_out: Plan | None = None,
 ) -> LoadPlan:
     """Plan an installed model on this machine, and make the worker options for exactly that plan.
 
-    `of`: the number of models that share the memory for cached prefixes.
+    `n_models`: the number of models that share the memory for cached prefixes.
     `spare_bytes`: memory that other models would release to make room.
     `ran_out`: an earlier plan that ran out of memory; the new plan uses a tenth less.
 
@@ -135,24 +135,24 @@ def make_load_plan(
         kind = kinds.of_header(header.metadata, len(header.tensors))
     if header and kind != "model":
         readable_models.check(header.architecture, local.name)
-        return _pooled_plan(local, settings, ranks=kind == "reranker")
+        return _plan_of_pooling_model(local, settings, ranks=kind == "reranker")
     adapters = tuple(
         adapter_named(named, opened, backend.declaration) for named in settings.value("lora")
     )
-    opened = replace(opened, model=planned_with(opened.model, adapters))
+    opened = replace(opened, model=with_adapter_bytes(opened.model, adapters))
     drafter = chosen_drafter(opened, catalog, settings)
     projector = projector_for(local, backend, settings)
     inputs = plan_inputs(opened, catalog, settings, purpose, drafter)
     if inputs is not None:
         inputs = replace(inputs, device=_device_with(inputs.device, spare_bytes, ran_out))
-    fit = _MemoryFit(local, inputs, settings, spare_bytes)
-    plan, projector = fit.planned(projector)
-    share = MemoryShare(fit.planned_bytes(plan, projector), of)
-    options = worker_options(local, plan, settings, drafter, projector, adapters, share)
-    load = LoadPlan(local.name, local, options, plan, projector=projector, device=fit.device)
+    memory_fit = _MemoryFit(local, inputs, settings, spare_bytes)
+    plan, projector = memory_fit.planned(projector)
+    memory_share = MemoryShare(memory_fit.planned_bytes(plan, projector), n_models)
+    options = worker_options(local, plan, settings, drafter, projector, adapters, memory_share)
+    load = LoadPlan(local.name, local, options, plan, projector=projector, device=memory_fit.device)
     if ran_out is not None:
         return load
-    return replace(load, smaller=partial(_smaller, local, settings, purpose, of, plan))
+    return replace(load, smaller=partial(_retry_plan, local, settings, purpose, n_models, plan))
 
 
 def _check_makes_text(local: LocalModel) -> None:
@@ -161,9 +161,9 @@ def _check_makes_text(local: LocalModel) -> None:
     if local.is_folder:
         kind = file_kinds.of_folder(local.path)
     if kind != "model":
-        named = {"embedding": "an embedding model"}.get(kind, f"a {kind}")
+        kind_text = {"embedding": "an embedding model"}.get(kind, f"a {kind}")
         raise ModelFileError(
-            f"{local.name} is {named}, which can't be run from an MLX folder",
+            f"{local.name} is {kind_text}, which can't be run from an MLX folder",
             hint="pull a GGUF file of this model",
         )
 
@@ -182,13 +182,13 @@ def _device_with(device: Device, released_bytes: int, ran_out: Plan | None) -> D
     return device
 
 
-def _smaller(
-    local: LocalModel, settings: Settings, purpose: Purpose, of: int, ran_out: Plan | None
+def _retry_plan(
+    local: LocalModel, settings: Settings, purpose: Purpose, n_models: int, ran_out: Plan | None
 ) -> LoadPlan | None:
     if ran_out is None:
         return None
     try:
-        load = make_load_plan(local, settings, purpose, of=of, ran_out=ran_out)
+        load = make_load_plan(local, settings, purpose, n_models=n_models, ran_out=ran_out)
     except DoesNotFitError:
         return None
     if load.plan is not None:
@@ -224,7 +224,7 @@ class _MemoryFit:
             free_bytes += spare_bytes
         self.free_bytes = free_bytes
 
-    def takes(self, plan: Plan | None) -> int:
+    def system_bytes(self, plan: Plan | None) -> int:
         """Bytes of system memory that the plan needs, without the memory of a card or carve-out."""
         if self.device.kind == "discrete":
             return 0 if plan is None else plan.memory.host_bytes
@@ -240,7 +240,7 @@ class _MemoryFit:
         """
         if self._settings.value("workers"):
             return 0
-        n_bytes = self.takes(plan)
+        n_bytes = self.system_bytes(plan)
         if n_bytes == 0:
             return 0
         return n_bytes + projector.need_bytes
@@ -248,7 +248,7 @@ class _MemoryFit:
     def planned(self, projector: MediaProjector) -> tuple[Plan | None, MediaProjector]:
         """Return the plan, and the projector if the plan leaves enough memory for it."""
         plan = self._plan(projector.need_bytes)
-        left_bytes = self._left_bytes(plan)
+        left_bytes = self._bytes_left(plan)
         if projector.file is None or left_bytes >= projector.need_bytes:
             return plan, projector
         return self._plan(0), without_projector(projector, self._settings, left_bytes)
@@ -270,45 +270,45 @@ class _MemoryFit:
         def fits(plan: Plan) -> bool:
             if self.free_bytes is None:
                 return True
-            needs = self.takes(plan) + projector_bytes
-            return has_room(needs, self.free_bytes)
+            needed_bytes = self.system_bytes(plan) + projector_bytes
+            return has_room(needed_bytes, self.free_bytes)
 
         plan = self._inputs.plan(fits)
         if plan.fits != "no":
             return plan
         if self._settings.value("workers"):
             return None
-        need = plan.memory.total_bytes
-        limit = plan.memory.limit_bytes
+        planned_bytes = plan.memory.total_bytes
+        limit_bytes = plan.memory.limit_bytes
         raise DoesNotFitError(
-            f"{self._local.name} needs {need / 1e9:.1f} GB with a context of "
-            f"{plan.settings.n_ctx:,} tokens, but this machine has {limit / 1e9:.1f} GB usable "
+            f"{self._local.name} needs {planned_bytes / 1e9:.1f} GB with a context of "
+            f"{plan.settings.n_ctx:,} tokens, but this machine has {limit_bytes / 1e9:.1f} GB usable "
             f"({'; '.join(self.device.accounts)})"
         )
 
-    def _left_bytes(self, plan: Plan | None) -> int:
+    def _bytes_left(self, plan: Plan | None) -> int:
         """Bytes left for the projector after the model is loaded.
 
         This is the minimum over the accelerator's pool and the free system memory.
         """
-        left = [_UNLIMITED]
+        limits = [_UNLIMITED]
         if plan is not None and plan.memory.limit_bytes:
-            left.append(plan.memory.limit_bytes - plan.memory.total_bytes)
+            limits.append(plan.memory.limit_bytes - plan.memory.total_bytes)
         if self.free_bytes is not None and (plan is None or plan.memory.host_bytes <= 0):
-            left.append(self.free_bytes - self.takes(plan))
-        return min(left)
+            limits.append(self.free_bytes - self.system_bytes(plan))
+        return min(limits)
 
 
 # -- embedding models and rerankers ----------------------------------------------------------------
 
 
-def _pooled_plan(local: LocalModel, settings: Settings, *, ranks: bool) -> LoadPlan:
+def _plan_of_pooling_model(local: LocalModel, settings: Settings, *, ranks: bool) -> LoadPlan:
     if settings.value("lora"):
         output = "scores" if ranks else "embeddings"
         raise UnsupportedError(
             f"{local.name} generates {output}, but adapters work only with text models",
             hint="set `lora` in the table of the adapter's model",
         )
-    planned_bytes = _MemoryFit(local, None, settings).takes(None) + _EMBEDDING_BUFFERS_BYTES
+    planned_bytes = _MemoryFit(local, None, settings).system_bytes(None) + _EMBEDDING_BUFFERS_BYTES
     options, embedding = pooled_options(local, settings, planned_bytes)
     return LoadPlan(local.name, local, options, None, embedding, ranks)

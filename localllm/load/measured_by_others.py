@@ -81,15 +81,15 @@ class SharedRow:
 def rows_of(text: bytes) -> tuple[list[SharedRow], int]:
     """Return the usable rows of a file, at most `_MAX_ROWS`, and the number of its other lines."""
     lines = [line for line in text.splitlines() if line.strip()]
-    found = []
+    rows = []
     for line in lines[:_MAX_ROWS]:
         try:
             row = json_store.record(SharedRow, parse(line, _MAX_CHARS).value)
         except MalformedError:
             continue
         if row is not None:
-            found.append(row)
-    return found, len(lines) - len(found)
+            rows.append(row)
+    return rows, len(lines) - len(rows)
 
 
 def write(rows: Iterable[SharedRow]) -> Path:
@@ -102,21 +102,21 @@ def write(rows: Iterable[SharedRow]) -> Path:
 def read(device: Device) -> list[SharedRow]:
     """Return the stored rows of machines like `device`. A missing or damaged file counts as
     empty."""
-    found = []
+    rows = []
     for entry in json_store.entries(paths.shared_rows_file(), "rows"):
         # Most rows are of other machines, and checking a row takes longer than comparing names.
         if not isinstance(entry, dict) or not _has_name(entry, device):
             continue
         row = json_store.record(SharedRow, entry)
         if row is not None and _has_memory(row, device):
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def for_planner(device: Device, models: Mapping[str, Model]) -> tuple[Measured, ...]:
     """Return the stored figures of machines like `device`, without those that its memory could not
     deliver."""
-    found = []
+    figures = []
     for row in read(device):
         record = measurements.Record(
             machine=device.name,
@@ -140,8 +140,8 @@ def for_planner(device: Device, models: Mapping[str, Model]) -> tuple[Measured, 
         )
         for measured in measurements.for_planner([record], device.name, models):
             if _is_possible(device, measured):
-                found.append(replace(measured, source=row.source))
-    return tuple(found)
+                figures.append(replace(measured, source=row.source))
+    return tuple(figures)
 
 
 def _has_name(entry: Mapping[str, Any], device: Device) -> bool:

@@ -36,8 +36,8 @@ def losses_file() -> Path:
 def read_losses() -> list[MeasuredLoss]:
     """Return all readable losses, oldest first. A missing or damaged file counts as empty."""
     entries = json_store.entries(losses_file(), "losses")
-    found = (json_store.record(MeasuredLoss, entry) for entry in entries)
-    return [loss for loss in found if loss is not None]
+    records = (json_store.record(MeasuredLoss, entry) for entry in entries)
+    return [loss for loss in records if loss is not None]
 
 
 def keep_loss(loss: MeasuredLoss) -> bool:
@@ -54,14 +54,14 @@ def keep_loss(loss: MeasuredLoss) -> bool:
 
 def with_losses(models: Sequence[Model]) -> tuple[Model, ...]:
     """`models` with the losses that were measured here."""
-    known = {(loss.model, loss.quant): loss.ln_ratio for loss in read_losses()}
-    if not known:
+    ln_ratios = {(loss.model, loss.quant): loss.ln_ratio for loss in read_losses()}
+    if not ln_ratios:
         return tuple(models)
-    found = []
+    with_ratios = []
     for model in models:
         variants = tuple(
-            replace(variant, measured_ln_ratio=known.get((model.id, variant.quant)))
+            replace(variant, measured_ln_ratio=ln_ratios.get((model.id, variant.quant)))
             for variant in model.variants
         )
-        found.append(replace(model, variants=variants))
-    return tuple(found)
+        with_ratios.append(replace(model, variants=variants))
+    return tuple(with_ratios)

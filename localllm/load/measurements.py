@@ -16,7 +16,7 @@ from localllm_backends import registry
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
 
-KEEP = 64
+MAX_RECORDS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +63,22 @@ def path() -> Path:
 def load(file: Path | None = None) -> list[Record]:
     """Return all readable records, oldest first. A missing or damaged file counts as empty."""
     entries = json_store.entries(file or path(), "runs")
-    found = (json_store.record(Record, entry) for entry in entries)
-    return [record for record in found if record is not None and record.decode_tok_s > 0]
+    records = (json_store.record(Record, entry) for entry in entries)
+    return [record for record in records if record is not None and record.decode_tok_s > 0]
 
 
 def keep(record: Record, file: Path | None = None) -> None:
-    """Add `record`, and remove the oldest records above `KEEP`.
+    """Add `record`, and remove the oldest records above `MAX_RECORDS`.
 
     It replaces an earlier record of the same machine, variant, backend and settings.
     """
     target = file or path()
 
-    def same(other: Record) -> bool:
-        names = ("machine", "model", "quant", "backend", "kv_type", "n_ctx")
-        return all(getattr(other, n) == getattr(record, n) for n in names)
+    def same_run(other: Record) -> bool:
+        fields = ("machine", "model", "quant", "backend", "kv_type", "n_ctx")
+        return all(getattr(other, n) == getattr(record, n) for n in fields)
 
-    runs = [*[r for r in load(target) if not same(r)][-(KEEP - 1) :], record]
+    runs = [*[r for r in load(target) if not same_run(r)][-(MAX_RECORDS - 1) :], record]
     json_store.write(target, {"runs": [asdict(r) for r in runs]})
 
 
@@ -86,23 +86,23 @@ def for_planner(
     records: list[Record], machine: str, models: Mapping[str, Model]
 ) -> tuple[Measured, ...]:
     """Convert the records of this machine whose model is known to the planner's type."""
-    found = []
+    figures = []
     for r in records:
         if r.machine != machine:
             continue
         model = _model_of(r, models)
         if model is None:
             continue
-        size = r.file_bytes
-        if not size:
-            known = (v.file_bytes for v in model.variants if v.quant == r.quant)
-            size = next(known, 0)
-        if not size:
+        file_bytes = r.file_bytes
+        if not file_bytes:
+            sizes = (v.file_bytes for v in model.variants if v.quant == r.quant)
+            file_bytes = next(sizes, 0)
+        if not file_bytes:
             continue
         formats = registry.declared(r.backend).formats or ("gguf",)
-        variant = Variant(formats[0], r.quant, "", (), size)  # type: ignore[arg-type]
-        found.append(as_measured(r, model, variant))
-    return tuple(found)
+        variant = Variant(formats[0], r.quant, "", (), file_bytes)  # type: ignore[arg-type]
+        figures.append(as_measured(r, model, variant))
+    return tuple(figures)
 
 
 def as_measured(record: Record, model: Model, variant: Variant) -> Measured:

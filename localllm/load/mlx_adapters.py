@@ -39,35 +39,37 @@ def fits(folder: Path, model: Path) -> bool:
         return False
     depth = max((_layer(name)[0] for name in weights), default=-1) + 1
     for name, shape in adapter.items():
-        place, _, half = name.rpartition(".")
-        layer, key = _layer(place)
+        module, _, matrix = name.rpartition(".")
+        layer, key = _layer(module)
         if layer < depth - n_layers or key not in parameters.get("keys", [key]):
             return False
-        if not _fits_weight(half, shape, parameters.get("rank"), weights, place):
+        if not _fits_weight(matrix, shape, parameters.get("rank"), weights, module):
             return False
     return bool(adapter) and "scale" in parameters and "dropout" in parameters
 
 
 def _layer(name: str) -> tuple[int, str]:
     """Return the number of the layer of a tensor (-1: none), and its name in the layer."""
-    found = _LAYER_MODULE.search(name)
-    if found is None:
+    match = _LAYER_MODULE.search(name)
+    if match is None:
         return -1, name
-    return int(found[1]), found[2]
+    return int(match[1]), match[2]
 
 
-def _fits_weight(half: str, shape: tuple[int, ...], rank: Any, weights: Shapes, place: str) -> bool:
-    """Return True if one matrix of the adapter fits the linear layer at `place`."""
-    weight = weights.get(f"{place}.weight", ())
+def _fits_weight(
+    matrix: str, shape: tuple[int, ...], rank: Any, weights: Shapes, module: str
+) -> bool:
+    """Return True if one matrix of the adapter fits the linear layer at `module`."""
+    weight = weights.get(f"{module}.weight", ())
     if len(weight) != 2:
         return False
     n_out, n_in = weight
-    if half == "lora_b":
+    if matrix == "lora_b":
         return shape == (rank, n_out)
-    if half != "lora_a":
+    if matrix != "lora_a":
         return False
     sizes = [n_in]
-    if f"{place}.scales" in weights:
+    if f"{module}.scales" in weights:
         sizes = [n_in * _WORD_BITS // bits for bits in _BITS]
     return shape in [(size, rank) for size in sizes]
 

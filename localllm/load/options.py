@@ -49,7 +49,7 @@ def load_spec(
 
     `n_mtp_layers`: draft heads in the file. llama.cpp counts them as layers after the model's own.
     """
-    gpu_layers = _with_heads(run.placement.gpu_layers, n_mtp_layers)
+    gpu_layers = _with_mtp_layers(run.placement.gpu_layers, n_mtp_layers)
     drafter = run.drafter
     return LoadSpec(
         path=path,
@@ -70,19 +70,21 @@ def load_spec(
 
 def spec_of(path: str, plan: Plan | None, settings: Settings) -> LoadSpec:
     """Return the LoadSpec for `plan` and `settings`, or for the file at `path` without a plan."""
-    heads = 0
+    n_mtp_layers = 0
     if plan is not None and plan.variant.mtp_bytes:
-        heads = plan.model.mtp_layers
+        n_mtp_layers = plan.model.mtp_layers
     threads = settings.value("threads") or 0
-    spec = load_spec(path, run_settings(plan, settings), n_threads=threads, n_mtp_layers=heads)
+    spec = load_spec(
+        path, run_settings(plan, settings), n_threads=threads, n_mtp_layers=n_mtp_layers
+    )
     starts_steps_early = settings.value("power") >= 100
     spec = replace(spec, wired=bool(settings.value("wired")), starts_steps_early=starts_steps_early)
     if settings.value("workers"):
-        return _over_machines(spec, settings, heads)
+        return _over_machines(spec, settings, n_mtp_layers)
     return spec
 
 
-def _over_machines(spec: LoadSpec, settings: Settings, heads: int) -> LoadSpec:
+def _over_machines(spec: LoadSpec, settings: Settings, n_mtp_layers: int) -> LoadSpec:
     """Return `spec` with layers on other machines too.
 
     All layers go to the workers and this machine's accelerators, unless --gpu-layers gives a
@@ -91,7 +93,7 @@ def _over_machines(spec: LoadSpec, settings: Settings, heads: int) -> LoadSpec:
     requested = offload_options(settings)
     gpu_layers = -1
     if requested.gpu_layers is not None:
-        gpu_layers = _with_heads(requested.gpu_layers, heads)
+        gpu_layers = _with_mtp_layers(requested.gpu_layers, n_mtp_layers)
     # A planned split covers only this machine's GPUs.
     placement = replace(
         spec.placement,
@@ -103,9 +105,9 @@ def _over_machines(spec: LoadSpec, settings: Settings, heads: int) -> LoadSpec:
     return replace(spec, placement=placement, n_ctx=spec.n_ctx or _UNPLANNED_CONTEXT)
 
 
-def _with_heads(gpu_layers: int, heads: int) -> int:
+def _with_mtp_layers(gpu_layers: int, n_mtp_layers: int) -> int:
     if gpu_layers > 0:
-        return gpu_layers + heads
+        return gpu_layers + n_mtp_layers
     return gpu_layers
 
 
@@ -136,7 +138,9 @@ def worker_options(
     """
     spec = replace(spec_of(str(local.path), plan, settings), adapters=adapters)
     if drafter.companion is not None and plan is None:
-        spec = replace(spec, drafter=drafter.companion.path, drafter_optional=drafter.found)
+        spec = replace(
+            spec, drafter=drafter.companion.path, drafter_optional=drafter.companion_found
+        )
     if projector.file is not None:
         spec = replace(spec, projector=str(projector.file))
     mode = "mtp" if spec.mtp else drafter.mode

@@ -85,8 +85,8 @@ def plan_inputs(
         # on repacking its weights needlessly.
         device = detect.with_matrix_rates(device, measure=True, types=types)
     # A dict of all models would build those that the catalog has not built yet.
-    known = cast("MutableMapping[str, Model]", catalog.by_id)
-    models = ChainMap({model.id: model}, known)
+    built_on_demand = cast("MutableMapping[str, Model]", catalog.by_id)
+    models = ChainMap({model.id: model}, built_on_demand)
     slots = 0
     if not settings["parallel"].automatic:
         slots = settings.value("parallel")
@@ -101,7 +101,7 @@ def plan_inputs(
         draft=settings.value("draft"),
         draft_model=None if drafter.second is None else drafter.second.model,
         companion=drafter.companion,
-        companion_found=drafter.found,
+        companion_found=drafter.companion_found,
         offload=requested_offload(settings, device),
     )
     workload = Workload(purpose, settings.value("context") or 0)
@@ -114,8 +114,8 @@ def _kv_evidence(local: LocalModel) -> tuple[KvPrecision, ...]:
     if local.path.suffix != ".gguf" or not folder.is_dir():
         return ()
     file = kv_evidence.file_for(folder, fingerprint(local.path))
-    found = []
+    precisions = []
     for measured in kv_evidence.read(file).found:
         name = measured.k if measured.k == measured.v else f"{measured.k}/{measured.v}"
-        found.append(KvPrecision(name, measured.mean_kl, measured.flips))
-    return tuple(found)
+        precisions.append(KvPrecision(name, measured.mean_kl, measured.flips))
+    return tuple(precisions)

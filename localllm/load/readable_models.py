@@ -24,20 +24,20 @@ class EngineTooOldError(
 
 def too_new(models: Iterable[Model]) -> tuple[tuple[str, str], ...]:
     """Return (id, reason) of the models whose GGUF files the installed llama.cpp can't read."""
-    known, version = _installed()
-    if known is None:
+    architectures, version = _installed()
+    if architectures is None:
         return ()
     return tuple(
         (model.id, f"needs {_needed(model.gguf_architecture, version)}: {_NEWEST}")
         for model in models
-        if model.gguf_architecture and not known.has(model.gguf_architecture)
+        if model.gguf_architecture and not architectures.has(model.gguf_architecture)
     )
 
 
 def check(architecture: str, name: str) -> None:
     """Raise EngineTooOldError if the installed llama.cpp can't read the model `name`."""
-    known, version = _installed()
-    if known is not None and not known.has(architecture):
+    architectures, version = _installed()
+    if architectures is not None and not architectures.has(architecture):
         raise EngineTooOldError(
             f"{name} needs {_needed(architecture, version)}: it has the architecture "
             f"{architecture[:60]!r}, which the installed one can't read"

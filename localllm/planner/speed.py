@@ -472,9 +472,8 @@ def _pipelined_share(
 # One change between card and host within a step. It starts the copy of a few kilobytes, waits for
 # it, and launches the next part.
 CROSSING_S = 15e-6
-# Share of its memory's nominal rate that a desktop CPU reads. Set so that the six published runs
-# split between a card and system memory (tests/planner/test_placement_search.py) are right on
-# average.
+# Share of its memory's nominal rate that a desktop CPU reads: the six published runs that are split
+# between a card and system memory are right on average (tests/planner/test_placement_search.py).
 NOMINAL_SHARE = 0.7
 # Uncertainty (ln) of two memories and the link between them together: the spread of those six runs.
 _SPLIT_SPREAD = 0.3

@@ -37,17 +37,17 @@ class LargerTensors:
 
 def larger_tensors(header: GgufHeader, quant: str) -> list[LargerTensors]:
     """Return the kinds of matrices with more bits a weight than `quant`, the largest first."""
-    limit = target_bits(quant)
+    quant_bits = target_bits(quant)
     counts: Counter[str] = Counter()
-    larger: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
+    n_larger: Counter[tuple[str, str]] = Counter()
+    n_bytes_by_kind: Counter[tuple[str, str]] = Counter()
     for tensor in matrices(header):
         kind = _BLOCK.sub("", tensor.name)
         counts[kind] += 1
-        if quants.GGUF_TYPES[tensor.type].bits > limit > 0:
-            larger[kind, tensor.type] += 1
-            sizes[kind, tensor.type] += tensor.n_bytes
+        if quants.GGUF_TYPES[tensor.type].bits > quant_bits > 0:
+            n_larger[kind, tensor.type] += 1
+            n_bytes_by_kind[kind, tensor.type] += tensor.n_bytes
     return [
-        LargerTensors(kind, type_name, larger[kind, type_name], counts[kind], n_bytes)
-        for (kind, type_name), n_bytes in sizes.most_common()
+        LargerTensors(kind, type_name, n_larger[kind, type_name], counts[kind], n_bytes)
+        for (kind, type_name), n_bytes in n_bytes_by_kind.most_common()
     ]

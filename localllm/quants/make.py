@@ -28,7 +28,7 @@ from localllm_backends.contract import QuantizeOrder
 
 _PROGRESS_S = 0.25
 # Share of the result's size that must stay free on the disk in addition.
-_SPARE_SHARE = 0.02
+_FREE_DISK_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class QuantRequest:
 
 
 def make_quant(request: QuantRequest, on_progress: Callable[[DownloadProgress], None]) -> float:
-    """Write the quant to `wish.target`, whole or not at all. Returns the seconds that it took.
+    """Write the quant to `request.target`, whole or not at all. Returns the seconds that it took.
 
     Raises DoesNotFitError, BackendMissingError, or BackendError with the engine's reason.
     """
     local = request.source.local
     engine = registry.running(local.format)
-    missing = registry.backends()[engine.name].available()
-    if missing is not None:
-        raise BackendMissingError(missing)
+    why_unavailable = registry.backends()[engine.name].available()
+    if why_unavailable is not None:
+        raise BackendMissingError(why_unavailable)
     check_before_load(f"quantising {local.name}", request.source.working_bytes)
     started_s = time.monotonic()
     partial = request.target.with_name(f".{request.target.name}.{os.getpid()}.partial")
@@ -67,7 +67,7 @@ def make_quant(request: QuantRequest, on_progress: Callable[[DownloadProgress], 
             hint="check the permissions of its folder, or give another path with --output",
         ) from e
     finally:
-        _remove(partial)
+        _remove_partial(partial)
         # Leave no empty folder if there is no result.
         if request.target.parent.parent == paths.quants_dir():
             with suppress(OSError):
@@ -82,7 +82,7 @@ def _write(
     partial: Path,
     on_progress: Callable[[DownloadProgress], None],
 ) -> None:
-    order = {"engine": engine, **asdict(_order(request, partial))}
+    order = {"engine": engine, **asdict(_quantize_order(request, partial))}
     meter = DownloadMeter(0, on_progress)
     with closing(BackendProgram("quantize_process", order)) as program:
         for message in program.messages(_PROGRESS_S):
@@ -92,23 +92,23 @@ def _write(
             meter.report("quantising", request.target.name, _written_bytes(partial))
 
 
-def _order(request: QuantRequest, partial: Path) -> QuantizeOrder:
+def _quantize_order(request: QuantRequest, partial: Path) -> QuantizeOrder:
     local = request.source.local
-    facts = {
+    provenance = {
         "quantize.source.file": local.path.name,
         "quantize.source.type": request.source.type_name,
         "quantize.source.bytes": str(local.size_bytes),
         "quantize.program": f"localllm {__version__}",
     }
     if local.repo:
-        facts["quantize.source.repo"] = local.repo
+        provenance["quantize.source.repo"] = local.repo
     imatrix = "" if request.imatrix is None else str(request.imatrix)
-    return QuantizeOrder(str(local.path), str(partial), request.quant, imatrix, facts)
+    return QuantizeOrder(str(local.path), str(partial), request.quant, imatrix, provenance)
 
 
 def _check_disk(folder: Path, needs_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
-    if needs_bytes * (1 + _SPARE_SHARE) > free_bytes:
+    if needs_bytes * (1 + _FREE_DISK_SHARE) > free_bytes:
         raise DoesNotFitError(
             f"the quant needs {byte_size(needs_bytes)}, and the disk of {folder} has "
             f"{byte_size(free_bytes)} free",
@@ -128,7 +128,7 @@ def _written_bytes(path: Path) -> int:
     return total
 
 
-def _remove(partial: Path) -> None:
+def _remove_partial(partial: Path) -> None:
     if partial.is_dir():
         shutil.rmtree(partial, ignore_errors=True)
     with suppress(OSError):

@@ -16,12 +16,12 @@ from typing import Any, cast
 from localllm.errors import BackendError
 
 # Time in seconds that a program gets to end by itself after its input has ended.
-_ENDING_S = 10.0
+_EXIT_WAIT_S = 10.0
 # If other programs are running, threads that spin while they wait for each other are very slow
 # (engine/worker/supervisor.py).
 _SPIN_COUNT = "1000"
 # Lines that are no messages: the last ones explain why a program ended.
-_KEPT_LINES = 20
+_N_OUTPUT_LINES = 20
 
 
 class BackendProgram:
@@ -31,8 +31,8 @@ class BackendProgram:
     """
 
     def __init__(self, program: str, order: dict[str, Any]) -> None:
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._other_lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._stdout_lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._output_lines: deque[str] = deque(maxlen=_N_OUTPUT_LINES)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", f"localllm_backends.{program}"],
@@ -52,8 +52,8 @@ class BackendProgram:
     def _read(self) -> None:
         with cast("Any", self._process.stdout) as output:
             for line in output:
-                self._lines.put(line)
-        self._lines.put(b"")
+                self._stdout_lines.put(line)
+        self._stdout_lines.put(b"")
 
     def messages(self, every_s: float) -> Iterator[dict[str, Any]]:
         """Yield each message, and an empty one after every `every_s` seconds without one.
@@ -63,13 +63,13 @@ class BackendProgram:
         """
         while True:
             try:
-                line = self._lines.get(timeout=every_s)
+                line = self._stdout_lines.get(timeout=every_s)
             except queue.Empty:
                 yield {}
                 continue
             if not line:
-                raise self._ended()
-            message = self._message(line)
+                raise self._exit_error()
+            message = self._parsed_message(line)
             if message is None:
                 continue
             if "error" in message:
@@ -78,7 +78,7 @@ class BackendProgram:
             if "done" in message:
                 return
 
-    def _message(self, line: bytes) -> dict[str, Any] | None:
+    def _parsed_message(self, line: bytes) -> dict[str, Any] | None:
         """Return the message in `line`; None if the line is a library's own output."""
         try:
             message = json.loads(line)
@@ -88,14 +88,14 @@ class BackendProgram:
             return message
         text = line.decode("utf-8", "replace").strip()
         if text:
-            self._other_lines.append(text)
+            self._output_lines.append(text)
         return None
 
-    def _ended(self) -> BackendError:
+    def _exit_error(self) -> BackendError:
         code = self._process.wait()
         last = "it printed no reason"
-        if self._other_lines:
-            last = self._other_lines[-1][:300]
+        if self._output_lines:
+            last = self._output_lines[-1][:300]
         return BackendError(
             f"the engine's process ended with code {code}: {last}",
             hint="check the file with `localllm models verify`; if it is whole, report this error",
@@ -106,7 +106,7 @@ class BackendProgram:
         with suppress(OSError):
             self._input.close()
         try:
-            self._process.wait(_ENDING_S)
+            self._process.wait(_EXIT_WAIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

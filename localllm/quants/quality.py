@@ -111,8 +111,8 @@ class QualityFigures:
         """True if the error is small enough to stop."""
         if len(self.blocks) < _MIN_BLOCKS:
             return False
-        watched = self.kl if self.has_reference else self._mean("nll")
-        return watched.error is not None and watched.error <= _TARGET_ERROR_SHARE * watched.value
+        judged = self.kl if self.has_reference else self._mean("nll")
+        return judged.error is not None and judged.error <= _TARGET_ERROR_SHARE * judged.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,49 +144,51 @@ def measure(
 
     Raises BackendError with the engine's reason.
     """
-    found = QualityFigures(has_reference=order.reference is not None)
-    with ExitStack() as opened:
-        store = ""
+    figures = QualityFigures(has_reference=order.reference is not None)
+    with ExitStack() as stack:
+        store_folder = ""
         if order.reference is not None and not order.at_once:
-            store = opened.enter_context(tempfile.TemporaryDirectory(prefix="localllm-quality-"))
-        program = BackendProgram("quality_process", _as_json(order, store))
-        opened.enter_context(closing(program))
+            store_folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="localllm-quality-")
+            )
+        program = BackendProgram("quality_process", _as_json(order, store_folder))
+        stack.enter_context(closing(program))
         try:
-            _follow(program, found, order, on_block, on_stored)
+            _follow(program, figures, order, on_block, on_stored)
         except KeyboardInterrupt:
             # The blocks that were measured are an answer.
-            if not found.blocks:
+            if not figures.blocks:
                 raise
-    return found
+    return figures
 
 
 def _follow(
     program: BackendProgram,
-    found: QualityFigures,
+    figures: QualityFigures,
     order: QualityOrder,
     on_block: Callable[[QualityFigures, int], None],
     on_stored: Callable[[int, int], None],
 ) -> None:
-    """Add the program's messages to `found` until its end, or until the error is small enough."""
+    """Add the program's messages to `figures` until its end, or until the error is small enough."""
     n_blocks = 0
     for message in program.messages(_POLL_S):
         if "differs" in message:
-            found.differs = message["differs"]
-            found.has_reference = False
+            figures.differs = message["differs"]
+            figures.has_reference = False
         elif "bos" in message:
-            found.bos_differs = True
+            figures.bos_differs = True
         elif "stored" in message:
             on_stored(message["stored"], message["of"])
         elif "blocks" in message:
             n_blocks = message["blocks"]
         elif "tokens" in message:
-            found.blocks.append(message)
-            on_block(found, n_blocks)
-            if not order.blocks and found.is_enough:
+            figures.blocks.append(message)
+            on_block(figures, n_blocks)
+            if not order.blocks and figures.is_enough:
                 return
 
 
-def _as_json(order: QualityOrder, store: str) -> dict[str, Any]:
+def _as_json(order: QualityOrder, store_folder: str) -> dict[str, Any]:
     reference = None
     if order.reference is not None:
         reference = asdict(order.reference)
@@ -196,5 +198,5 @@ def _as_json(order: QualityOrder, store: str) -> dict[str, Any]:
         "text": order.text,
         "block_tokens": order.block_tokens,
         "most_blocks": order.blocks or _MAX_BLOCKS,
-        "store": store,
+        "store": store_folder,
     }

@@ -56,16 +56,16 @@ def read_source(local: LocalModel) -> QuantSource:
         working_bytes = min(local.size_bytes, _MLX_SHARD_BYTES) + _PROGRAM_BYTES
         return QuantSource(local, local.quant or "bf16", bits, working_bytes)
     header = read_header(local.path)
-    weights: dict[str, int] = {}
+    n_weights: dict[str, int] = {}
     for tensor in matrices(header):
-        weights[tensor.type] = weights.get(tensor.type, 0) + tensor.n_elements
-    if not weights:
+        n_weights[tensor.type] = n_weights.get(tensor.type, 0) + tensor.n_elements
+    if not n_weights:
         raise ModelFileError(f"{local.path.name} has no weights to quantise")
     largest_bytes = max(tensor.n_bytes for tensor in header.tensors)
     return QuantSource(
         local,
-        max(weights, key=weights.__getitem__),
-        min(_gguf_bits(name) for name in weights),
+        max(n_weights, key=n_weights.__getitem__),
+        min(_gguf_bits(name) for name in n_weights),
         3 * largest_bytes + _PROGRAM_BYTES,
         header.data_start,
     )
@@ -123,39 +123,44 @@ def imatrix_for(local: LocalModel, chosen: str) -> Path | None:
         if not path.is_file():
             raise UsageError(f"there is no file {chosen!r}", hint="check the path of --imatrix")
         return path
-    found = [file for kind, file in local.companions if kind == "imatrix"]
-    if len(found) > 1:
-        listed = ", ".join(file.name for file in found)
+    matrices_here = [file for kind, file in local.companions if kind == "imatrix"]
+    if len(matrices_here) > 1:
+        file_names = ", ".join(file.name for file in matrices_here)
         raise UsageError(
-            f"{len(found)} importance matrices are next to {local.path.name}: {listed}",
+            f"{len(matrices_here)} importance matrices are next to {local.path.name}: {file_names}",
             hint=f"choose one with --imatrix, or --imatrix {NO_IMATRIX}",
         )
-    if found:
-        return found[0]
+    if matrices_here:
+        return matrices_here[0]
     return None
 
 
-def target_of(local: LocalModel, quant: str, output: Path | None) -> Path:
+def target_path(local: LocalModel, quant: str, output: Path | None) -> Path:
     """Return the path of the result: `output`, or a file or folder among the quants made here.
 
     Raises UsageError if it exists.
     """
-    model = without_quant(local.name)
+    model_name = without_quant(local.name)
     if local.path.suffix.lower() == ".gguf":
-        model = without_quant(names.stem_of(local.path.name))
-    model = "".join("-" if sign in '/\\:<>|?*"' else sign for sign in model).strip(". ") or "model"
-    file = f"{model}-{quant}"
+        model_name = without_quant(names.stem_of(local.path.name))
+    model_name = (
+        "".join("-" if character in '/\\:<>|?*"' else character for character in model_name).strip(
+            ". "
+        )
+        or "model"
+    )
+    file_name = f"{model_name}-{quant}"
     if not local.is_folder:
-        file += ".gguf"
-    target = paths.quants_dir() / model / file
+        file_name += ".gguf"
+    target = paths.quants_dir() / model_name / file_name
     if output is not None:
         target = output.expanduser()
         if target.is_dir():
-            target = target / file
+            target = target / file_name
         elif not local.is_folder and target.suffix.lower() != ".gguf":
             raise UsageError(
                 f"--output {output} is neither a folder nor a name that ends in .gguf",
-                hint=f"give a folder that exists, or a name such as {file}",
+                hint=f"give a folder that exists, or a name such as {file_name}",
             )
     if target.exists():
         raise UsageError(

@@ -30,9 +30,9 @@ class ExpectedLoss:
     quant: str
     nats: float
 
-    def ratio(self, found_nats: float) -> float:
+    def ratio(self, measured_nats: float) -> float:
         """Return how many times the expected loss was found. Rounding counts as expected."""
-        return found_nats / (self.nats + _NOISE_NATS)
+        return measured_nats / (self.nats + _NOISE_NATS)
 
 
 def expected_loss(quant: str, n_params: float) -> ExpectedLoss | None:
@@ -54,32 +54,32 @@ def expected_loss(quant: str, n_params: float) -> ExpectedLoss | None:
 
 def file_faults(model: LocalModel, reference: LocalModel | None) -> list[Fault]:
     """Return the faults that the headers of GGUF files show; [] for other formats."""
-    header = _header(model)
+    header = _gguf_header(model)
     if header is None:
         return []
     faults = own_faults(header, model.quant)
     if reference is not None and reference.path != model.path:
-        exact = _header(reference)
+        exact = _gguf_header(reference)
         if exact is not None:
             faults += compared_faults(header, exact, reference.path.name)
     return faults
 
 
 def measured_faults(
-    found: QualityFigures, model: LocalModel, reference: LocalModel | None
+    figures: QualityFigures, model: LocalModel, reference: LocalModel | None
 ) -> list[Fault]:
     """Return the faults that only the measurement shows."""
     faults: list[Fault] = []
     if reference is None:
         return faults
     name = reference.path.name
-    if found.differs:
-        text = f"it reads the text as other tokens than {name}: {found.differs}"
+    if figures.differs:
+        text = f"it reads the text as other tokens than {name}: {figures.differs}"
         faults.append(Fault("vocabulary", text))
-    if found.bos_differs:
+    if figures.bos_differs:
         text = f"it begins a text with another BOS token than {name}, or with none of them"
         faults.append(Fault("bos", text))
-    ratio = loss_ratio(found, model, reference)
+    ratio = loss_ratio(figures, model, reference)
     if ratio is not None and ratio > _FAULTY_RATIO:
         text = (
             f"it loses {ratio:.0f} times what {model.quant} loses elsewhere: the file, its "
@@ -90,44 +90,44 @@ def measured_faults(
 
 
 def loss_ratio(
-    found: QualityFigures, model: LocalModel, reference: LocalModel | None
+    figures: QualityFigures, model: LocalModel, reference: LocalModel | None
 ) -> float | None:
     """Return the measured loss as a multiple of the loss of the quant elsewhere; None if one of
     them is unknown."""
-    header = _header(model)
-    if not found.has_reference or header is None or reference is None:
+    header = _gguf_header(model)
+    if not figures.has_reference or header is None or reference is None:
         return None
     n_params = sum(tensor.n_elements for tensor in header.tensors)
     expected = expected_loss(model.quant, n_params)
     if expected is None:
         return None
-    return expected.ratio(found.kl.value)
+    return expected.ratio(figures.kl.value)
 
 
-def _header(model: LocalModel) -> GgufHeader | None:
+def _gguf_header(model: LocalModel) -> GgufHeader | None:
     if model.is_folder:
         return None
     return read_header(model.path)
 
 
-def more_exact(model: LocalModel) -> LocalModel | None:
+def more_exact_file(model: LocalModel) -> LocalModel | None:
     """Return the most exact other file of the same model on this disk, or None.
 
     It has the same name without the quant, and more bits a weight.
     """
-    name = names.bare(without_quant(model.name))
+    own_name = names.bare(without_quant(model.name))
     candidates = []
-    for other in [*store.scan(), *_in_its_folder(model)]:
-        if other.path != model.path and names.bare(without_quant(other.name)) == name:
-            bits = _bits(other)
-            if bits > _bits(model):
+    for other in [*store.scan(), *_models_beside(model)]:
+        if other.path != model.path and names.bare(without_quant(other.name)) == own_name:
+            bits = _lowest_bits(other)
+            if bits > _lowest_bits(model):
                 candidates.append((bits, -other.size_bytes, str(other.path), other))
     if candidates:
         return max(candidates)[-1]
     return None
 
 
-def _in_its_folder(model: LocalModel) -> list[LocalModel]:
+def _models_beside(model: LocalModel) -> list[LocalModel]:
     """Return the models in the same folder as a file that was given by its path."""
     from localllm.library import folders
 
@@ -137,7 +137,7 @@ def _in_its_folder(model: LocalModel) -> list[LocalModel]:
     return folders.ggufs(files, "path")
 
 
-def _bits(model: LocalModel) -> float:
+def _lowest_bits(model: LocalModel) -> float:
     try:
         return read_source(model).lowest_bits
     except ModelFileError:

@@ -21,12 +21,12 @@ from typing import IO, Any
 from localllm.setup.builds import SetupError
 from localllm.setup.host import Version
 
-_WANTED = re.compile(
+_LIBRARY_OR_LICENCE = re.compile(
     r"(lib[\w.+-]+\.so(\.\d+){0,3}|lib[\w.+-]+\.dylib|[\w.+-]+\.dll|LICENSE[\w.-]*)", re.ASCII
 )
 _MAX_FILES = 400
 MAX_BYTES = 8 << 30
-_LONGEST_NAME = 120
+_MAX_NAME_CHARS = 120
 _GLIBC = re.compile(rb"GLIBC_2\.(\d{1,3})\0")
 # mach-o/loader.h
 _MACH_O_64 = 0xFEEDFACF
@@ -44,47 +44,47 @@ class _Member:
     target: str = ""
 
 
-def unpack(archive: Path, folder: Path, most_bytes: int = MAX_BYTES) -> None:
-    """Unpack the libraries of `archive` (.zip or .tar.gz) into `folder`, up to `most_bytes`.
+def unpack(archive: Path, folder: Path, max_bytes: int = MAX_BYTES) -> None:
+    """Unpack the libraries of `archive` (.zip or .tar.gz) into `folder`, up to `max_bytes`.
 
     Raises SetupError if the archive is damaged, too large, or holds no library.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
         if archive.name.endswith(".zip"):
-            with zipfile.ZipFile(archive) as opened:
-                n_taken = _take(_of_zip(opened), folder, most_bytes)
+            with zipfile.ZipFile(archive) as zip_file:
+                n_files = _write_members(_zip_members(zip_file), folder, max_bytes)
         else:
-            with tarfile.open(archive, "r:gz") as opened_tar:
-                n_taken = _take(_of_tar(opened_tar), folder, most_bytes)
+            with tarfile.open(archive, "r:gz") as tar_file:
+                n_files = _write_members(_tar_members(tar_file), folder, max_bytes)
     except (OSError, EOFError, ValueError, tarfile.TarError, zipfile.BadZipFile) as e:
         raise SetupError(
             f"the archive {archive.name} can't be unpacked: {e}",
             hint="check the free space of the disk, then run the command again",
         ) from e
-    if not n_taken:
+    if not n_files:
         raise SetupError(f"the archive {archive.name} holds no library")
 
 
-def _take(members: Iterator[_Member], folder: Path, most_bytes: int) -> int:
+def _write_members(members: Iterator[_Member], folder: Path, max_bytes: int) -> int:
     """Write the members into `folder`, and return how many there were."""
     links: dict[str, str] = {}
     files: set[str] = set()
     total_bytes = 0
     for member in members:
         total_bytes += member.size_bytes
-        if len(files) + len(links) >= _MAX_FILES or total_bytes > most_bytes:
+        if len(files) + len(links) >= _MAX_FILES or total_bytes > max_bytes:
             raise ValueError("it holds more than an engine has")
         if member.open is None:
             links[member.name] = member.target
             continue
-        with member.open() as source, (folder / member.name).open("wb") as out:
-            shutil.copyfileobj(source, out)
+        with member.open() as source, (folder / member.name).open("wb") as file:
+            shutil.copyfileobj(source, file)
         files.add(member.name)
     for name, target in links.items():
         if name in files:
             continue
-        resolved = _resolved(target, links, files)
+        resolved = _link_target(target, links, files)
         (folder / name).unlink(missing_ok=True)
         if os.name == "nt":
             shutil.copy(folder / resolved, folder / name)
@@ -93,7 +93,7 @@ def _take(members: Iterator[_Member], folder: Path, most_bytes: int) -> int:
     return len(files)
 
 
-def _resolved(target: str, links: dict[str, str], files: set[str]) -> str:
+def _link_target(target: str, links: dict[str, str], files: set[str]) -> str:
     """Return the file that a link leads to. Raises ValueError if it is not in the archive."""
     for _ in range(len(links) + 1):
         if target in files:
@@ -102,35 +102,35 @@ def _resolved(target: str, links: dict[str, str], files: set[str]) -> str:
     raise ValueError("a link in it leads to no file of the archive")
 
 
-def _of_tar(opened: tarfile.TarFile) -> Iterator[_Member]:
-    for member in opened:
+def _tar_members(tar_file: tarfile.TarFile) -> Iterator[_Member]:
+    for member in tar_file:
         name = _plain_name(member.name)
         if not name:
             continue
         if member.issym() or member.islnk():
             yield _Member(name, 0, None, PurePosixPath(member.linkname).name)
         elif member.isreg():
-            yield _Member(name, member.size, partial(_open_in_tar, opened, member))
+            yield _Member(name, member.size, partial(_open_in_tar, tar_file, member))
 
 
-def _open_in_tar(opened: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
-    content = opened.extractfile(member)
+def _open_in_tar(tar_file: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+    content = tar_file.extractfile(member)
     if content is None:
         raise ValueError(f"{member.name[:80]!r} is no file")
     return content
 
 
-def _of_zip(opened: zipfile.ZipFile) -> Iterator[_Member]:
-    for info in opened.infolist():
+def _zip_members(zip_file: zipfile.ZipFile) -> Iterator[_Member]:
+    for info in zip_file.infolist():
         name = _plain_name(info.filename)
         if name and not info.is_dir():
-            yield _Member(name, info.file_size, partial(opened.open, info))
+            yield _Member(name, info.file_size, partial(zip_file.open, info))
 
 
 def _plain_name(path: str) -> str:
     """Return the file's name without folders, or "" if the file is not wanted."""
     name = PurePosixPath(path.replace("\\", "/")).name
-    if len(name) > _LONGEST_NAME or not _WANTED.fullmatch(name):
+    if len(name) > _MAX_NAME_CHARS or not _LIBRARY_OR_LICENCE.fullmatch(name):
         return ""
     return name
 
@@ -160,7 +160,7 @@ def too_new(folder: Path, glibc: Version | None, macos: Version | None) -> str:
 
 def glibc_of(file: Path) -> Version | None:
     """Return the newest version of glibc whose symbols a library uses, or None."""
-    minors = [int(found) for found in _GLIBC.findall(file.read_bytes())]
+    minors = [int(minor) for minor in _GLIBC.findall(file.read_bytes())]
     if not minors:
         return None
     return 2, max(minors)

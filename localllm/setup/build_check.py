@@ -33,9 +33,9 @@ ENGINE = "gguf"
 # wrong results is off by ten.
 _TIE_LOGITS = 1.0
 # The first start on a GPU may compile its shaders. That takes minutes on slow drivers.
-_PATIENCE_S = 600.0
+_TIMEOUT_S = 600.0
 # Limit for all checks together on an emulated device.
-_CHECKS_PATIENCE_S = 3600.0
+_CHECKS_TIMEOUT_S = 3600.0
 Show = Callable[[str], None]
 
 
@@ -68,18 +68,18 @@ class ReferenceAnswer:
 
 
 def reference(
-    model: Path, environment: Mapping[str, str], *, timeout_s: float = _PATIENCE_S
+    model: Path, environment: Mapping[str, str], *, timeout_s: float = _TIMEOUT_S
 ) -> ReferenceAnswer | str:
     """Compute ten tokens on the CPU. Returns one sentence if that fails."""
-    order = [ENGINE, "greedy", str(model), json.dumps({"layers": 0})]
-    replies = run(order, environment, timeout_s=timeout_s)
+    arguments = [ENGINE, "greedy", str(model), json.dumps({"layers": 0})]
+    replies = run(arguments, environment, timeout_s=timeout_s)
     if replies.failure:
         return f"the CPU reference failed: {replies.failure}"
     answer = replies.answers[-1]
     return ReferenceAnswer(model, tuple(answer["tokens"]), str(answer["text"]), speed(answer))
 
 
-def turn_s(model: Path, environment: Mapping[str, str]) -> float | None:
+def measured_turn_s(model: Path, environment: Mapping[str, str]) -> float | None:
     """Measure a short turn with the build in `environment`, with all layers on the device.
 
     Returns the seconds, or None if the turn fails.
@@ -103,20 +103,20 @@ def judge(backend: str, expected: ReferenceAnswer, environment: Mapping[str, str
         for device in build.devices
     )
     if backend == "cpu":
-        return computed(expected, environment, 0, devices)
+        return check_tokens(expected, environment, 0, devices)
     if backend not in build.accelerators:
-        sees = ", ".join(devices) or "nothing"
-        return TrialVerdict(f"it sees no {backend} device (it sees {sees})", devices)
-    return computed(expected, environment, -1, devices)
+        devices_text = ", ".join(devices) or "nothing"
+        return TrialVerdict(f"it sees no {backend} device (it sees {devices_text})", devices)
+    return check_tokens(expected, environment, -1, devices)
 
 
-def computed(
+def check_tokens(
     expected: ReferenceAnswer,
     environment: Mapping[str, str],
     layers: int,
     devices: tuple[str, ...] = (),
     *,
-    timeout_s: float = _PATIENCE_S,
+    timeout_s: float = _TIMEOUT_S,
 ) -> TrialVerdict:
     """Test whether the build in `environment` computes the expected tokens.
 
@@ -136,15 +136,15 @@ def compare(
 ) -> TrialVerdict:
     """Compare an answer of the trial program with the reference, allowing near ties."""
     gaps = [float(gap) for gap in answer["gaps"]]
-    worst = max(gaps, default=math.inf)
+    max_gap = max(gaps, default=math.inf)
     if any(math.isnan(gap) for gap in gaps):
-        worst = math.inf
-    if len(gaps) != len(expected.tokens) or worst > _TIE_LOGITS:
-        wrong = f"{answer['text']!r} instead of {expected.text!r}"
-        text = f"its tokens differ from the CPU's: {wrong}"
-        return TrialVerdict(f"{text} (off by {worst:.3g} in logits)", devices)
-    same = sum(gap == 0 for gap in gaps)
-    message = f"{same} of {len(gaps)} tokens as on the CPU, {speed(answer)}"
+        max_gap = math.inf
+    if len(gaps) != len(expected.tokens) or max_gap > _TIE_LOGITS:
+        difference = f"{answer['text']!r} instead of {expected.text!r}"
+        text = f"its tokens differ from the CPU's: {difference}"
+        return TrialVerdict(f"{text} (off by {max_gap:.3g} in logits)", devices)
+    n_same = sum(gap == 0 for gap in gaps)
+    message = f"{n_same} of {len(gaps)} tokens as on the CPU, {speed(answer)}"
     return TrialVerdict("", devices, message)
 
 
@@ -164,35 +164,39 @@ def conformance(
     gets the name of each check when it begins.
     """
     layers = 0 if backend == "cpu" else -1
-    order = [ENGINE, "conformance", str(model), json.dumps({"layers": layers})]
-    replies = run(order, environment, timeout_s=_CHECKS_PATIENCE_S, show=show)
+    arguments = [ENGINE, "conformance", str(model), json.dumps({"layers": layers})]
+    replies = run(arguments, environment, timeout_s=_CHECKS_TIMEOUT_S, show=show)
     answers = replies.answers
     failure = replies.failure
-    ended = [answer for answer in answers if "outcome" in answer]
+    completed = [answer for answer in answers if "outcome" in answer]
     if failure and answers and "outcome" not in answers[-1]:
         failure = f"during the check that {answers[-1]['check']}: {failure}"
-    return ended, failure
+    return completed, failure
 
 
 def run(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     *,
-    timeout_s: float = _PATIENCE_S,
+    timeout_s: float = _TIMEOUT_S,
     show: Show = _show_nothing,
 ) -> ProgramAnswers:
     """Run the trial program and return its answers. `show` gets the name of each check when it
     begins."""
 
-    def began(answer: dict[str, Any]) -> None:
+    def show_check(answer: dict[str, Any]) -> None:
         if "outcome" not in answer and "check" in answer:
             show(f"checking that {answer['check']} …")
 
     # If other programs are running, threads that spin while they wait for each other are very slow
     # (engine/worker/supervisor.py).
-    changed = {"GOMP_SPINCOUNT": "1000", **environment}
+    full_environment = {"GOMP_SPINCOUNT": "1000", **environment}
     return programs.ask(
-        "self_test", *arguments, environment=changed, timeout_s=timeout_s, on_answer=began
+        "self_test",
+        *arguments,
+        environment=full_environment,
+        timeout_s=timeout_s,
+        on_answer=show_check,
     )
 
 
@@ -230,26 +234,26 @@ def examine(
     if build.failure:
         verdict = TrialVerdict(f"it does not start: {build.failure}")
         return SelfTest(device, build, "", verdict, (), (verdict.failure,))
-    driver = ggml.driving_accelerator(device, build)
-    if driver == "cpu" and build.accelerators:
+    backend = ggml.driving_accelerator(device, build)
+    if backend == "cpu" and build.accelerators:
         # The probes do not know this device (a software renderer). The build runs on it, so it is
         # tested.
-        driver = build.accelerators[0]
+        backend = build.accelerators[0]
     expected = reference(model, environment)
     if isinstance(expected, str):
         verdict = TrialVerdict(expected)
     else:
-        verdict = judge(driver, expected, environment)
-    checks, broken = conformance(model, driver, environment, show)
+        verdict = judge(backend, expected, environment)
+    checks, process_failure = conformance(model, backend, environment, show)
     failures = [verdict.failure]
     for check in checks:
         if check["outcome"] == "failed":
             failures.append(f"{check['check']}: {check['said']}")
-    failures.append(broken)
-    if device.accelerator != "cpu" and driver == "cpu":
-        processor = "the installed llama.cpp is a CPU build"
-        failures.append(f"{device.name} was not used: {processor}")
-    return SelfTest(device, build, driver, verdict, tuple(checks), tuple(filter(None, failures)))
+    failures.append(process_failure)
+    if device.accelerator != "cpu" and backend == "cpu":
+        reason = "the installed llama.cpp is a CPU build"
+        failures.append(f"{device.name} was not used: {reason}")
+    return SelfTest(device, build, backend, verdict, tuple(checks), tuple(filter(None, failures)))
 
 
 def report(test: SelfTest) -> list[str]:
@@ -274,20 +278,20 @@ def report(test: SelfTest) -> list[str]:
         lines.append(line)
     if test.failures:
         lines += ["", "failures"]
-        lines += [f"  {plain(failure)}" for failure in test.failures]
+        lines += [f"  {without_folders(failure)}" for failure in test.failures]
     return lines
 
 
 def _machine_lines(device: Device) -> list[str]:
     memory = device.memory
-    figure = device.bandwidth_gbps
+    bandwidth = device.bandwidth_gbps
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     usable = f"{memory.limit_bytes / 1e9:.1f} GB usable of {memory.total_bytes / 1e9:.1f}"
     return [
         f"machine      {device.name}, {device.accelerator} {device.compute_capability}".rstrip(),
         f"system       {system}, Python {platform.python_version()}",
         f"memory       {usable}",
-        f"bandwidth    {figure.value:g} GB/s ({figure.basis})",
+        f"bandwidth    {bandwidth.value:g} GB/s ({bandwidth.basis})",
     ]
 
 
@@ -297,10 +301,10 @@ def _build_lines(test: SelfTest) -> Iterator[str]:
     for device in build.devices:
         yield _device_line(device)
     for name, features in build.features.items():
-        compiled = " ".join(f"{key}={value}" for key, value in features.items())
-        yield f"compiled     {name}: {compiled}"
+        features_text = " ".join(f"{key}={value}" for key, value in features.items())
+        yield f"compiled     {name}: {features_text}"
     for finding in ggml.differences(test.device, build):
-        yield f"difference   {plain(finding.message)}"
+        yield f"difference   {without_folders(finding.message)}"
 
 
 def _device_line(device: ggml.GgmlDevice) -> str:
@@ -312,6 +316,6 @@ def _device_line(device: ggml.GgmlDevice) -> str:
     return f"device       {name}: {device.description}, {memory}; {capabilities}"
 
 
-def plain(text: str) -> str:
+def without_folders(text: str) -> str:
     """Remove folder names of this disk, which are private."""
     return re.sub(r"(?<![\w.])/(?:[^\s/:']+/)+", "", text)

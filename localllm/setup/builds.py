@@ -46,7 +46,7 @@ class BuildNotFoundError(
 OWN = "own"
 # File with the name that `setup --use` chose, and the one with the name of the build before it.
 _CHOICE = "in-use"
-_BEFORE = "used-before"
+_PREVIOUS_CHOICE = "used-before"
 # File in a build's folder that counts failed loads.
 _FAILED_LOADS = "failed-loads"
 # The folder of llama.cpp's libraries that replaces the one in the package llama_cpp.
@@ -86,7 +86,7 @@ class Build:
     def library_folder(self) -> Path:
         """The folder of libllama."""
         if self.libraries:
-            return Path(_placed(self.libraries, self.folder))
+            return Path(_with_build_folder(self.libraries, self.folder))
         return self.folder / "site" / "llama_cpp" / "lib"
 
 
@@ -107,8 +107,8 @@ def _root() -> Path:
 
 def listed() -> list[Build]:
     """Return every finished build except "own", sorted by name."""
-    found = [read(file.parent, file.parent.name) for file in sorted(_root().glob("*/build.json"))]
-    return [build for build in found if build is not None]
+    builds = [read(file.parent, file.parent.name) for file in sorted(_root().glob("*/build.json"))]
+    return [build for build in builds if build is not None]
 
 
 def named(name: str) -> Build:
@@ -131,10 +131,10 @@ def read(folder: Path, name: str = "") -> Build | None:
     build = json_store.record(Build, json_store.read(folder / "build.json"))
     if build is None or name not in ("", build.name):
         return None
-    place = folder / "site" / "llama_cpp"
+    library_folder = folder / "site" / "llama_cpp"
     if build.libraries:
-        place = Path(_placed(build.libraries, folder))
-    if not place.is_dir():
+        library_folder = Path(_with_build_folder(build.libraries, folder))
+    if not library_folder.is_dir():
         return None
     return build
 
@@ -151,17 +151,19 @@ def drivers_now(root: Path = Path("/")) -> str:
     without any.
     """
     modules = root / "sys/module"
-    versions = {name: _line(modules / name / "version") for name in ("nvidia", *_WITH_KERNEL)}
-    if any((modules / name).is_dir() for name in _WITH_KERNEL):
-        release = _line(root / "proc/sys/kernel/osrelease").split(".")
+    versions = {
+        name: _short_text(modules / name / "version") for name in ("nvidia", *_KERNEL_MODULES)
+    }
+    if any((modules / name).is_dir() for name in _KERNEL_MODULES):
+        release = _short_text(root / "proc/sys/kernel/osrelease").split(".")
         versions["Linux"] = ".".join(release[:2])
-    versions["ROCm"] = _line(root / "opt/rocm/.info/version")
+    versions["ROCm"] = _short_text(root / "opt/rocm/.info/version")
     versions["Vulkan"] = _vulkan_drivers(root)
     return "; ".join(f"{name} {version}" for name, version in versions.items() if version)
 
 
 # Drivers that are part of the kernel or released separately.
-_WITH_KERNEL = ("amdgpu", "i915", "xe")
+_KERNEL_MODULES = ("amdgpu", "i915", "xe")
 
 
 def _vulkan_drivers(root: Path) -> str:
@@ -174,22 +176,22 @@ def _vulkan_drivers(root: Path) -> str:
     return hashlib.sha256(repr(drivers).encode()).hexdigest()[:8]
 
 
-def _line(file: Path) -> str:
+def _short_text(file: Path) -> str:
     return (read_text(str(file)) or "").strip()[:80]
 
 
-def stale(build: Build, drivers: str) -> str:
+def why_stale(build: Build, drivers: str) -> str:
     """Return one sentence if `drivers` differ from those in `build`'s last trial, or "".
 
     With other drivers, a build may compute wrong results without an error.
     """
     if not build.drivers or not drivers or build.drivers == drivers:
         return ""
-    before = build.drivers.split("; ")
+    earlier = build.drivers.split("; ")
     now = drivers.split("; ")
-    changed = ", ".join(change for change in now if change not in before) or "one was removed"
+    changes = ", ".join(change for change in now if change not in earlier) or "one was removed"
     return (
-        f"the GPU's drivers changed since the build {build.name} was tested ({changed}): "
+        f"the GPU's drivers changed since the build {build.name} was tested ({changes}): "
         "`localllm setup` tests it again"
     )
 
@@ -199,7 +201,7 @@ def chosen() -> str:
 
     Returns "own" if there was no choice or the file is damaged.
     """
-    name = _line(_root() / _CHOICE)
+    name = _short_text(_root() / _CHOICE)
     if _NAME.fullmatch(name):
         return name
     return OWN
@@ -212,16 +214,16 @@ def choose(name: str) -> None:
     """
     if name != OWN:
         named(name)
-    before = chosen()
+    previous = chosen()
     folder = paths.private_dir(_root())
-    if before != name:
-        paths.write_private(folder / _BEFORE, before + "\n")
+    if previous != name:
+        paths.write_private(folder / _PREVIOUS_CHOICE, previous + "\n")
     paths.write_private(folder / _CHOICE, name + "\n")
 
 
 def last_good() -> str:
     """Return the build that was chosen before the current one and has no fault, or "own"."""
-    name = _line(_root() / _BEFORE)
+    name = _short_text(_root() / _PREVIOUS_CHOICE)
     if not _NAME.fullmatch(name) or name == chosen():
         return OWN
     build = read(folder_of(name), name)
@@ -254,27 +256,27 @@ def apply(name: str, environment: MutableMapping[str, str], path: list[str] | No
     `path` (sys.path) is given, this process also runs the build. Raises BuildNotFoundError.
     """
     build = None
-    site: list[str] = []
-    libraries: list[str] = []
+    site_folders: list[str] = []
+    library_folders: list[str] = []
     if name != OWN:
         build = named(name)
-        libraries = [_placed(entry, build.folder) for entry in build.library_dirs]
+        library_folders = [_with_build_folder(entry, build.folder) for entry in build.library_dirs]
         if not build.libraries:
-            site = [str(build.folder / "site")]
-    _put_first(environment, "PYTHONPATH", site)
-    _put_first(environment, library_variable(), libraries)
-    if is_ours(environment.get(LIBRARY_VARIABLE, "")):
+            site_folders = [str(build.folder / "site")]
+    _put_first(environment, "PYTHONPATH", site_folders)
+    _put_first(environment, library_variable(), library_folders)
+    if is_build_library(environment.get(LIBRARY_VARIABLE, "")):
         del environment[LIBRARY_VARIABLE]
     if build is not None and build.libraries:
         # A folder that the user named in the environment has priority.
         environment.setdefault(LIBRARY_VARIABLE, str(build.library_folder))
     if path is not None:
-        path[:] = [*site, *without_builds(path)]
+        path[:] = [*site_folders, *without_builds(path)]
 
 
 def without_builds(path: Sequence[str]) -> list[str]:
     """Return the entries of Python's path that are not folders of builds."""
-    return [entry for entry in path if not _is_of_a_build(entry)]
+    return [entry for entry in path if not _is_in_builds_folder(entry)]
 
 
 def go_back(reason: str) -> str:
@@ -283,17 +285,17 @@ def go_back(reason: str) -> str:
     The chosen build is kept, with `reason` as its fault.
     """
     faulty = chosen()
-    before = last_good()
+    previous = last_good()
     if faulty != OWN:
         finish(replace(named(faulty), fault=reason))
-    choose(before)
-    return before
+    choose(previous)
+    return previous
 
 
 def count_failed_load(name: str) -> int:
     """Count one more load in a row during which the build's process ended. Returns the count."""
     file = folder_of(name) / _FAILED_LOADS
-    text = _line(file)
+    text = _short_text(file)
     count = 1
     if text.isdecimal():
         count += int(text)
@@ -306,19 +308,19 @@ def forget_failed_loads(name: str) -> None:
     (folder_of(name) / _FAILED_LOADS).unlink(missing_ok=True)
 
 
-def is_ours(folder: str) -> bool:
+def is_build_library(folder: str) -> bool:
     """Return True if `folder` is the library folder of a build here."""
     return bool(folder) and any(
         build.libraries and build.library_folder == Path(folder) for build in listed()
     )
 
 
-def plain(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def own_build_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return `environment` (None: this process's) with the build that came with localllm."""
-    changed = dict(os.environ if environment is None else environment)
-    apply(OWN, changed)
-    changed.pop(LIBRARY_VARIABLE, None)
-    return changed
+    own_environment = dict(os.environ if environment is None else environment)
+    apply(OWN, own_environment)
+    own_environment.pop(LIBRARY_VARIABLE, None)
+    return own_environment
 
 
 def with_folder(
@@ -328,16 +330,20 @@ def with_folder(
     libraries: str = "",
 ) -> dict[str, str]:
     """Return `environment` for a build that is not finished yet, to test it before use."""
-    changed = dict(environment)
+    build_environment = dict(environment)
     if libraries:
-        changed[LIBRARY_VARIABLE] = _placed(libraries, folder)
+        build_environment[LIBRARY_VARIABLE] = _with_build_folder(libraries, folder)
     else:
-        _put_first(changed, "PYTHONPATH", [str(folder / "site")])
-    _put_first(changed, library_variable(), [_placed(entry, folder) for entry in library_dirs])
-    return changed
+        _put_first(build_environment, "PYTHONPATH", [str(folder / "site")])
+    _put_first(
+        build_environment,
+        library_variable(),
+        [_with_build_folder(entry, folder) for entry in library_dirs],
+    )
+    return build_environment
 
 
-def _placed(entry: str, folder: Path) -> str:
+def _with_build_folder(entry: str, folder: Path) -> str:
     return entry.replace("{build}", str(folder))
 
 
@@ -353,14 +359,16 @@ def library_variable() -> str:
 
 
 def _put_first(environment: MutableMapping[str, str], variable: str, entries: list[str]) -> None:
-    others = [
-        e for e in environment.get(variable, "").split(os.pathsep) if e and not _is_of_a_build(e)
+    other_entries = [
+        entry
+        for entry in environment.get(variable, "").split(os.pathsep)
+        if entry and not _is_in_builds_folder(entry)
     ]
     if entries or variable in environment:
-        environment[variable] = os.pathsep.join([*entries, *others])
+        environment[variable] = os.pathsep.join([*entries, *other_entries])
     if not environment.get(variable, "x"):
         del environment[variable]
 
 
-def _is_of_a_build(entry: str) -> bool:
+def _is_in_builds_folder(entry: str) -> bool:
     return bool(entry) and Path(entry).is_relative_to(_root())

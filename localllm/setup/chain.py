@@ -34,10 +34,12 @@ def choose_build(
     still runs.
     """
     installed = [] if again else builds.listed()
-    usable_names = {builds.OWN}
+    existing_names = {builds.OWN}
     # Releases of llama.cpp have versions of their own.
-    usable_names |= {b.name for b in installed if b.version == host.version or b.libraries}
-    wanted = sorted([recipe, *recipe.otherwise], key=lambda made: made.name not in usable_names)
+    existing_names |= {b.name for b in installed if b.version == host.version or b.libraries}
+    candidates = sorted(
+        [recipe, *recipe.alternatives], key=lambda made: made.name not in existing_names
+    )
     failures: list[SetupError] = []
 
     def make(candidate: BuildRecipe) -> Build:
@@ -45,60 +47,62 @@ def choose_build(
             candidate, host, model, report, run, accept_slower=accept_slower, fetch=fetch
         )
 
-    for number, candidate in enumerate(wanted, 1):
+    for number, candidate in enumerate(candidates, 1):
         title = candidate.title
-        if candidate.takes and candidate.name not in usable_names:
-            title += f" ({candidate.takes})"
+        if candidate.effort and candidate.name not in existing_names:
+            title += f" ({candidate.effort})"
         report(title)
         if number > 1:
             report(f"   because {candidate.because}")
         try:
             if candidate.needs:
-                causes = f"this machine lacks {'; '.join(candidate.needs)}"
-                raise SetupError(causes, hint="install it, then run `localllm setup` again")
-            if candidate.name in usable_names:
-                _take_existing(candidate, recipe, model, report)
+                reason = f"this machine lacks {'; '.join(candidate.needs)}"
+                raise SetupError(reason, hint="install it, then run `localllm setup` again")
+            if candidate.name in existing_names:
+                _use_existing(candidate, recipe, model, report)
             else:
-                _take_new(make(candidate), report)
+                _use_new(make(candidate), report)
             return candidate.name
         except install.SlowerBuildError as e:
             report(f"not used: {e.message}: {e.hint}")
             return builds.chosen()
         except SetupError as e:
             failures.append(e)
-            if len(wanted) > 1:
+            if len(candidates) > 1:
                 report(f"   not used: {e.message}")
-    raise _all_of(wanted, failures)
+    raise _combined_error(candidates, failures)
 
 
-def _take_new(build: Build, report: Report) -> None:
+def _use_new(build: Build, report: Report) -> None:
     builds.choose(build.name)
-    works = f"{build.name} works ({build.trial})"
-    report(f"{works} and is used when a model is loaded next")
+    message = f"{build.name} works ({build.trial})"
+    report(f"{message} and is used when a model is loaded next")
 
 
-def _take_existing(candidate: BuildRecipe, best: BuildRecipe, model: Path, report: Report) -> None:
-    _try_again(candidate, model, report)
+def _use_existing(candidate: BuildRecipe, best: BuildRecipe, model: Path, report: Report) -> None:
+    _retest(candidate, model, report)
     builds.choose(candidate.name)
     if candidate.name != best.name:
         report(f"`localllm setup --again` tries the better build again: {best.title}")
 
 
-def _all_of(wanted: Sequence[BuildRecipe], failures: Sequence[SetupError]) -> SetupError:
+def _combined_error(
+    candidates: Sequence[BuildRecipe], failures: Sequence[SetupError]
+) -> SetupError:
     if len(failures) == 1:
         return failures[0]
     causes = "; ".join(
-        f"{recipe.title}: {e.message}" for recipe, e in zip(wanted, failures, strict=True)
+        f"{recipe.title}: {e.message}" for recipe, e in zip(candidates, failures, strict=True)
     )
     return SetupError(f"no build for the accelerator works here: {causes}", hint=failures[0].hint)
 
 
-def _try_again(recipe: BuildRecipe, model: Path, report: Report) -> None:
+def _retest(recipe: BuildRecipe, model: Path, report: Report) -> None:
     """Test an existing build as a new one would be tested, because drivers and machines change."""
     if recipe.name == builds.OWN and recipe.backend == "cpu":
         report(recipe.because)
         return
-    environment = builds.plain()
+    environment = builds.own_build_environment()
     expected = build_check.reference(model, environment)
     if isinstance(expected, str):
         raise SetupError(expected, hint="localllm doctor")
@@ -106,8 +110,8 @@ def _try_again(recipe: BuildRecipe, model: Path, report: Report) -> None:
     verdict = build_check.judge(recipe.backend, expected, environment)
     if verdict.failure:
         if recipe.name == builds.chosen() != builds.OWN:
-            before = builds.go_back(verdict.failure)
-            report(f"   the engine {recipe.name} is not used any more: {before} runs")
+            previous = builds.go_back(verdict.failure)
+            report(f"   the engine {recipe.name} is not used any more: {previous} runs")
         hint = (
             "`localllm setup --again` makes it again, `localllm setup --use own` returns to the "
             "build installed with localllm"

@@ -23,15 +23,15 @@ from localllm.setup.steps import (
     BuildRecipe,
     Step,
     chain,
+    compile_time_text,
     compiler,
     from_source,
     is_x86,
-    minutes,
     wheel,
 )
 
 _CUDA_13 = f"{TOOLKIT}/nvidia/cu13"
-_CODE: tuple[Version, ...] = ((6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0))
+_NATIVE_CODE: tuple[Version, ...] = ((6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0))
 # The packages contain a complete compiler for Linux from CUDA 13 on (CUDA 12's contain only ptxas).
 # Before 13.4, it rejects GCC 16. Before 13.2, it rejects C library 2.42 (crt/host_config.h and
 # crt/math_functions.h; tests/setup/recorded/cuda_headers.txt).
@@ -72,7 +72,7 @@ class CudaWheel:
 
         Code for a GPU runs on later ones of the same major version.
         """
-        codes = [code for code in _CODE if self.oldest <= code <= self.newest]
+        codes = [code for code in _NATIVE_CODE if self.oldest <= code <= self.newest]
         return any(code[0] == capability[0] and code[1] <= capability[1] for code in codes)
 
     def runs_on(self, capability: Version) -> bool:
@@ -90,8 +90,8 @@ def capabilities(device: Device) -> tuple[Version, ...]:
 
     Unknown ones are left out.
     """
-    known = {version_of(card.compute_capability) for card in device.cards or (device,)}
-    return tuple(sorted(version for version in known if version is not None))
+    versions = {version_of(card.compute_capability) for card in device.cards or (device,)}
+    return tuple(sorted(version for version in versions if version is not None))
 
 
 def dotted(version: Version) -> str:
@@ -119,17 +119,22 @@ def recipe(device: Device, host: BuildHost) -> BuildRecipe:
             "build to be made",
         )
     cards = capabilities(device)
-    wheels = _wheels(host)
-    ready = next((w for w in wheels if all(w.has_code_of(card) for card in cards)), None)
-    found = _compiled(device, host, cards, ready)
-    if ready is not None:
-        return chain(_from_wheel(host, ready, cards), *found)
-    by_ptx = next((w for w in wheels if all(w.runs_on(card) for card in cards)), None)
-    if by_ptx is not None:
-        found.append(_from_wheel(host, by_ptx, cards))
-    if not found:
+    wheels = _wheels_for(host)
+    native_wheel = next(
+        (candidate for candidate in wheels if all(candidate.has_code_of(card) for card in cards)),
+        None,
+    )
+    recipes = _compiled_recipes(device, host, cards, native_wheel)
+    if native_wheel is not None:
+        return chain(_wheel_recipe(host, native_wheel, cards), *recipes)
+    ptx_wheel = next(
+        (candidate for candidate in wheels if all(candidate.runs_on(card) for card in cards)), None
+    )
+    if ptx_wheel is not None:
+        recipes.append(_wheel_recipe(host, ptx_wheel, cards))
+    if not recipes:
         raise _no_build_error(device, host, cards)
-    return chain(*found)
+    return chain(*recipes)
 
 
 def _no_build_error(device: Device, host: BuildHost, cards: Sequence[Version]) -> SetupError:
@@ -137,8 +142,8 @@ def _no_build_error(device: Device, host: BuildHost, cards: Sequence[Version]) -
     if not cards:
         message = f"the compute capability of {device.name} is unknown"
         return SetupError(message, hint="update the NVIDIA driver")
-    listed = " and ".join(dotted(card) for card in cards)
-    message = f"no CUDA wheel or compiler here has code for {listed}"
+    cards_text = " and ".join(dotted(card) for card in cards)
+    message = f"no CUDA wheel or compiler here has code for {cards_text}"
     if host.cuda_driver:
         message += f" with a driver for CUDA {dotted(host.cuda_driver)}"
     return SetupError(message, hint="update the NVIDIA driver, or localllm setup --backend vulkan")
@@ -147,7 +152,7 @@ def _no_build_error(device: Device, host: BuildHost, cards: Sequence[Version]) -
 # --- wheels ---------------------------------------------------------------------------------------
 
 
-def _wheels(host: BuildHost) -> list[CudaWheel]:
+def _wheels_for(host: BuildHost) -> list[CudaWheel]:
     """Return the wheels for this system and its driver, the newest first."""
     if not is_x86(host):
         return []
@@ -155,50 +160,52 @@ def _wheels(host: BuildHost) -> list[CudaWheel]:
     return [wheel for wheel in WHEELS if host.system in wheel.systems and wheel.cuda <= driver]
 
 
-def _from_wheel(host: BuildHost, found: CudaWheel, cards: Sequence[Version]) -> BuildRecipe:
-    codes = [code for code in _CODE if found.oldest <= code <= found.newest]
-    because = f"this wheel has code for {_listed(codes)}"
+def _wheel_recipe(host: BuildHost, cuda_wheel: CudaWheel, cards: Sequence[Version]) -> BuildRecipe:
+    codes = [code for code in _NATIVE_CODE if cuda_wheel.oldest <= code <= cuda_wheel.newest]
+    because = f"this wheel has code for {_versions_text(codes)}"
     notes: tuple[str, ...] = ()
-    if any(not found.has_code_of(card) for card in cards):
+    if any(not cuda_wheel.has_code_of(card) for card in cards):
         because += ", and PTX, which the driver compiles for newer GPUs"
-        first_start = "the first start takes minutes, while the driver compiles"
-        notes = (f"{first_start}; a build with native code is faster if it is possible",)
+        delay = "the first start takes minutes, while the driver compiles"
+        notes = (f"{delay}; a build with native code is faster if it is possible",)
     elif len(cards) == 1:
         because += f": {dotted(cards[0])} is covered"
     elif cards:
-        because += f": {_listed(cards)} are covered"
+        because += f": {_versions_text(cards)} are covered"
     if host.cuda_driver and host.cuda_driver < WHEELS[0].cuda:
         because += f"; this driver supports CUDA {dotted(host.cuda_driver)}"
-    steps, libraries = _libraries(host, found)
+    steps, libraries = _cuda_library_steps(host, cuda_wheel)
     return BuildRecipe(
-        name="cuda" if found is WHEELS[0] else f"cuda-{dotted(found.cuda)}",
+        name="cuda" if cuda_wheel is WHEELS[0] else f"cuda-{dotted(cuda_wheel.cuda)}",
         backend="cuda",
-        title=f"llama.cpp for CUDA {dotted(found.cuda)}, llama-cpp-python's own wheel",
+        title=f"llama.cpp for CUDA {dotted(cuda_wheel.cuda)}, llama-cpp-python's own wheel",
         because=because,
-        steps=(*steps, wheel(host, found.index)),
+        steps=(*steps, wheel(host, cuda_wheel.index)),
         library_dirs=libraries,
-        takes="a download",
+        effort="a download",
         notes=notes,
     )
 
 
-def _libraries(host: BuildHost, found: CudaWheel) -> tuple[tuple[Step, ...], tuple[str, ...]]:
+def _cuda_library_steps(
+    host: BuildHost, cuda_wheel: CudaWheel
+) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """Return the steps that install CUDA's own libraries, and the folders with the libraries.
 
     The wheels do not include them. They come from the system if its toolkit has the same major
     version and is not older. Otherwise they come from packages.
     """
     if host.cuda_libraries and host.nvcc:
-        is_same_major = host.nvcc[0] == found.cuda[0]
-        if is_same_major and host.nvcc >= found.cuda:
+        is_same_major = host.nvcc[0] == cuda_wheel.cuda[0]
+        if is_same_major and host.nvcc >= cuda_wheel.cuda:
             return (), (host.cuda_libraries,)
-    version = dotted(found.cuda)
+    version = dotted(cuda_wheel.cuda)
     step = Step(
         f"the CUDA {version} libraries",
         ("install", "--target", TOOLKIT, f"cuda-toolkit[cudart,cublas]=={version}.*"),
     )
     windows = host.system == "windows"
-    if found.cuda[0] >= 13:
+    if cuda_wheel.cuda[0] >= 13:
         folder = "bin/x86_64" if windows else "lib"
         return (step,), (f"{_CUDA_13}/{folder}",)
     folder = "bin" if windows else "lib"
@@ -206,18 +213,18 @@ def _libraries(host: BuildHost, found: CudaWheel) -> tuple[tuple[Step, ...], tup
     return (step,), (f"{packages}/cuda_runtime/{folder}", f"{packages}/cublas/{folder}")
 
 
-def _listed(versions: Sequence[Version]) -> str:
-    *most, last = (dotted(version) for version in versions)
-    if most:
-        return f"{', '.join(most)} and {last}"
+def _versions_text(versions: Sequence[Version]) -> str:
+    *earlier, last = (dotted(version) for version in versions)
+    if earlier:
+        return f"{', '.join(earlier)} and {last}"
     return last
 
 
 # --- compiled -------------------------------------------------------------------------------------
 
 
-def _compiled(
-    device: Device, host: BuildHost, cards: Sequence[Version], ready: CudaWheel | None
+def _compiled_recipes(
+    device: Device, host: BuildHost, cards: Sequence[Version], native_wheel: CudaWheel | None
 ) -> list[BuildRecipe]:
     """Return recipes that compile native code for every card.
 
@@ -226,30 +233,32 @@ def _compiled(
     if not cards:
         return []
     because = "code for exactly this machine's GPUs"
-    if ready is None:
-        because = f"no prebuilt wheel has code for {_listed(cards)}"
+    if native_wheel is None:
+        because = f"no prebuilt wheel has code for {_versions_text(cards)}"
         if not is_x86(host):
             because = f"there are no CUDA wheels for {host.architecture}"
-    found = []
-    refused = _refused(host, cards)
-    if host.nvcc and not refused:
-        how = f"compiled by this system's nvcc {dotted(host.nvcc)}"
+    recipes = []
+    nvcc_fault = _why_nvcc_unfit(host, cards)
+    if host.nvcc and not nvcc_fault:
+        compiler_text = f"compiled by this system's nvcc {dotted(host.nvcc)}"
         cmake = []
         if host.nvcc_path:
             cmake.append(f"-DCMAKE_CUDA_COMPILER={host.nvcc_path}")
-        found.append(_compile(host, cards, how, because, cmake=cmake))
+        recipes.append(_compiled_recipe(host, cards, compiler_text, because, cmake=cmake))
     if device.family == "Jetson" and cards[-1] < (11, 0):
-        if not found:
+        if not recipes:
             needs = ("nvcc of JetPack: sudo apt install nvidia-jetpack",)
-            found.append(_compile(host, cards, "compiled by JetPack's nvcc", because, needs=needs))
+            recipes.append(
+                _compiled_recipe(host, cards, "compiled by JetPack's nvcc", because, needs=needs)
+            )
     elif host.system == "linux" and cards[0] >= _OLDEST_PACKAGED_CODE:
-        if refused:
-            because = f"{because}; {refused}"
-        found.append(_packaged(host, cards, because))
-    return found
+        if nvcc_fault:
+            because = f"{because}; {nvcc_fault}"
+        recipes.append(_from_packaged_compiler(host, cards, because))
+    return recipes
 
 
-def _packaged(host: BuildHost, cards: Sequence[Version], because: str) -> BuildRecipe:
+def _from_packaged_compiler(host: BuildHost, cards: Sequence[Version], because: str) -> BuildRecipe:
     steps = (
         Step(
             "the CUDA 13 compiler and libraries (1.1 GB on disk)",
@@ -260,39 +269,41 @@ def _packaged(host: BuildHost, cards: Sequence[Version], because: str) -> BuildR
     cmake = [f"-DCMAKE_CUDA_COMPILER={_CUDA_13}/bin/nvcc", f"-DCUDAToolkit_ROOT={_CUDA_13}"]
     needs: tuple[str, ...] = ()
     if host.cuda_driver and host.cuda_driver < (13, 0):
-        this = f"this one supports CUDA {dotted(host.cuda_driver)}"
-        needs = (f"an NVIDIA driver of version 580 or newer ({this}): update it",)
-    how = "compiled by the CUDA 13 compiler from the package index"
-    return _compile(host, cards, how, because, steps, cmake, needs, (f"{_CUDA_13}/lib",))
+        supported = f"this one supports CUDA {dotted(host.cuda_driver)}"
+        needs = (f"an NVIDIA driver of version 580 or newer ({supported}): update it",)
+    compiler_text = "compiled by the CUDA 13 compiler from the package index"
+    return _compiled_recipe(
+        host, cards, compiler_text, because, steps, cmake, needs, (f"{_CUDA_13}/lib",)
+    )
 
 
-def _compile(
+def _compiled_recipe(
     host: BuildHost,
     cards: Sequence[Version],
-    how: str,
+    compiler_text: str,
     because: str,
-    before: tuple[Step, ...] = (),
+    first_steps: tuple[Step, ...] = (),
     cmake: Sequence[str] = (),
     needs: tuple[str, ...] = (),
     libraries: tuple[str, ...] = (),
 ) -> BuildRecipe:
     """Return a recipe with native code only, without PTX."""
-    numbers = [f"{major}{minor}" for major, minor in cards]
-    targets = ";".join(_target(card) for card in cards)
+    sm_numbers = [f"{major}{minor}" for major, minor in cards]
+    targets = ";".join(_cmake_target(card) for card in cards)
     flags = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={targets}", "-DLLAVA_BUILD=ON", *cmake]
     return BuildRecipe(
-        name=f"cuda-{'-'.join(numbers)}",
+        name=f"cuda-{'-'.join(sm_numbers)}",
         backend="cuda",
-        title=f"llama.cpp for CUDA, native code of sm_{' and sm_'.join(numbers)}, {how}",
+        title=f"llama.cpp for CUDA, native code of sm_{' and sm_'.join(sm_numbers)}, {compiler_text}",
         because=because,
-        steps=(*before, from_source(host, flags)),
+        steps=(*first_steps, from_source(host, flags)),
         needs=(*compiler(host), *needs),
         library_dirs=libraries,
-        takes=minutes(host, 42 * len(cards)),
+        effort=compile_time_text(host, 42 * len(cards)),
     )
 
 
-def _target(card: Version) -> str:
+def _cmake_target(card: Version) -> str:
     """Return CMake's name of a compute capability.
 
     From 9.0 on, "a" adds the instructions that only this GPU has.
@@ -303,7 +314,7 @@ def _target(card: Version) -> str:
     return f"{major}{minor}-real"
 
 
-def _refused(host: BuildHost, cards: Sequence[Version]) -> str:
+def _why_nvcc_unfit(host: BuildHost, cards: Sequence[Version]) -> str:
     """Return the reason why this system's nvcc cannot compile for these cards.
 
     Returns "" if it can, or if there is no nvcc.
@@ -312,21 +323,21 @@ def _refused(host: BuildHost, cards: Sequence[Version]) -> str:
     if nvcc is None:
         return ""
     name = f"this system's nvcc {dotted(nvcc)}"
-    if nvcc < max(map(_oldest_nvcc, cards)):
+    if nvcc < max(map(_first_nvcc, cards)):
         return f"{name} does not support {dotted(cards[-1])}"
     if nvcc >= (13, 0) and cards[0] < _OLDEST_PACKAGED_CODE:
         return f"{name} no longer supports {dotted(cards[0])}"
     if host.glibc and host.glibc >= (2, 42) and nvcc < _GLIBC_2_42_FROM:
         return f"{name} does not compile against this system's C library {dotted(host.glibc)}"
-    newest = next((gcc for version, gcc in _NEWEST_GCC if nvcc >= version), 12)
-    if host.gcc and host.gcc > newest:
+    newest_gcc = next((gcc for version, gcc in _NEWEST_GCC if nvcc >= version), 12)
+    if host.gcc and host.gcc > newest_gcc:
         return f"{name} does not support this system's GCC {host.gcc}"
     if host.cuda_driver and host.cuda_driver[0] < nvcc[0]:
         return f"code from {name} does not run on a driver for CUDA {dotted(host.cuda_driver)}"
     return ""
 
 
-def _oldest_nvcc(capability: Version) -> Version:
+def _first_nvcc(capability: Version) -> Version:
     """Return the first CUDA version whose compiler supports the target that we compile for."""
     if capability > (12, 0) or capability[0] == 11:
         return 13, 0

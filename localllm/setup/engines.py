@@ -20,7 +20,11 @@ from localllm.setup import builds
 from localllm.setup.builds import Build
 from localllm.setup.host import installed_version
 
-_BREW = ("/opt/homebrew/lib", "/usr/local/opt/llama.cpp/lib", "/home/linuxbrew/.linuxbrew/lib")
+_HOMEBREW_FOLDERS = (
+    "/opt/homebrew/lib",
+    "/usr/local/opt/llama.cpp/lib",
+    "/home/linuxbrew/.linuxbrew/lib",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +54,26 @@ def listed(environment: Mapping[str, str], configured: str) -> list[ListedEngine
 
     `configured` is the build that config.toml names, or "".
     """
-    name, why = _running(environment, configured)
-    engines = [_own(why if name == builds.OWN else "")]
+    name, reason = _running_engine(environment, configured)
+    engines = [_wheel_engine(reason if name == builds.OWN else "")]
     for build in builds.listed():
-        engines.append(_of_build(build, why if name == build.name else ""))
+        engines.append(_engine_of_build(build, reason if name == build.name else ""))
     folders_in_use = {engine.folder for engine in engines}
-    for found_name, source, folder in installed(environment):
+    for external_name, source, folder in installed(environment):
         if str(folder) not in folders_in_use:
-            used = why if name == found_name else ""
-            engines.append(_engine(found_name, source, version_in(folder), folder, "", used))
+            used = reason if name == external_name else ""
+            engines.append(_engine(external_name, source, version_in(folder), folder, "", used))
     return engines
 
 
-def _running(environment: Mapping[str, str], configured: str) -> tuple[str, str]:
+def _running_engine(environment: Mapping[str, str], configured: str) -> tuple[str, str]:
     """Return the name of the engine that runs, and the reason."""
     folder = environment.get(builds.LIBRARY_VARIABLE, "")
-    if folder and not builds.is_ours(folder):
+    if folder and not builds.is_build_library(folder):
         return "environment", f"{builds.LIBRARY_VARIABLE} names its folder"
-    named = environment.get("LOCALLLM_BUILD", "")
-    if named:
-        return named, "LOCALLLM_BUILD names it"
+    requested = environment.get("LOCALLLM_BUILD", "")
+    if requested:
+        return requested, "LOCALLLM_BUILD names it"
     if configured:
         return configured, "config.toml names it"
     chosen = builds.chosen()
@@ -78,19 +82,19 @@ def _running(environment: Mapping[str, str], configured: str) -> tuple[str, str]
     return chosen, "`localllm setup` chose it"
 
 
-def _own(used: str) -> ListedEngine:
+def _wheel_engine(used: str) -> ListedEngine:
     version = installed_version() or "not installed"
     spec = PathFinder.find_spec("llama_cpp", builds.without_builds(sys.path))
     if spec is None or spec.origin is None:
         return ListedEngine(builds.OWN, "the wheel", version, (), None, "", "", used)
     folder = Path(spec.origin).parent / "lib"
-    llama = version_in(folder)
-    if llama:
-        version += f" (llama.cpp {llama})"
+    llama_version = version_in(folder)
+    if llama_version:
+        version += f" (llama.cpp {llama_version})"
     return _engine(builds.OWN, "the wheel", version, folder, "", used)
 
 
-def _of_build(build: Build, used: str) -> ListedEngine:
+def _engine_of_build(build: Build, used: str) -> ListedEngine:
     trial = "; ".join((build.made, *build.devices, build.trial))
     if build.fault:
         trial = f"not used any more: {build.fault}"
@@ -103,9 +107,9 @@ def _engine(
     n_architectures = None
     library = library_in(folder)
     if library is not None:
-        known = architectures_of(library)
-        if known is not None and known.listed:
-            n_architectures = len(known.listed)
+        architectures = architectures_of(library)
+        if architectures is not None and architectures.listed:
+            n_architectures = len(architectures.listed)
     files = " ".join(sorted(file.name for file in folder.glob("*ggml*")))
     accelerators = tuple(dict.fromkeys((*compiled_in(files), "cpu")))
     trial = trial or "not tried"
@@ -118,18 +122,22 @@ def _engine(
 
 def installed(environment: Mapping[str, str]) -> Iterator[tuple[str, str, Path]]:
     """Yield name, source and library folder of each llama.cpp that other programs installed."""
-    named = environment.get(builds.LIBRARY_VARIABLE, "")
-    if named and not builds.is_ours(named) and library_in(Path(named)) is not None:
-        yield "environment", builds.LIBRARY_VARIABLE, Path(named)
-    for name, source, folders in _places(environment):
+    folder_named = environment.get(builds.LIBRARY_VARIABLE, "")
+    if (
+        folder_named
+        and not builds.is_build_library(folder_named)
+        and library_in(Path(folder_named)) is not None
+    ):
+        yield "environment", builds.LIBRARY_VARIABLE, Path(folder_named)
+    for name, source, folders in _usual_folders(environment):
         for folder in folders:
             if library_in(folder) is not None:
                 yield name, source, folder
                 break
 
 
-def _places(environment: Mapping[str, str]) -> Iterator[tuple[str, str, tuple[Path, ...]]]:
-    yield "homebrew", "Homebrew", tuple(map(Path, _BREW))
+def _usual_folders(environment: Mapping[str, str]) -> Iterator[tuple[str, str, tuple[Path, ...]]]:
+    yield "homebrew", "Homebrew", tuple(map(Path, _HOMEBREW_FOLDERS))
     conda = environment.get("CONDA_PREFIX", "")
     if conda:
         yield "conda", "conda", (Path(conda, "lib"), Path(conda, "Library", "bin"))

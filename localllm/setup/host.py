@@ -19,7 +19,7 @@ from localllm.device.types import Device
 
 Version = tuple[int, int]
 # Cores for compilation, if a device's row does not list them.
-_USUAL_CORES = {"GB10": 20}
+_CORES_BY_FAMILY = {"GB10": 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,9 @@ def _n_cores() -> int:
 
 def _nvcc_path() -> str:
     """Return the CUDA compiler from the path or from packages' usual folders, or ""."""
-    found = shutil.which("nvcc")
-    if found:
-        return found
+    path_found = shutil.which("nvcc")
+    if path_found:
+        return path_found
     for path in ("/usr/local/cuda/bin/nvcc", "/opt/cuda/bin/nvcc"):
         if os.path.exists(path):
             return path
@@ -121,7 +121,7 @@ def assumed(device: Device) -> BuildHost:
     Mac, the CPU elsewhere).
     """
     version = installed_version() or "0.3.36"
-    n_cores = device.n_cpu_cores or _USUAL_CORES.get(device.family, 8)
+    n_cores = device.n_cpu_cores or _CORES_BY_FAMILY.get(device.family, 8)
     if device.accelerator == "metal" or device.os == "macOS":
         return BuildHost("macos", "arm64", version, n_cores, own_backends=("metal",))
     architecture = "x86_64"
@@ -141,10 +141,10 @@ def installed_version() -> str:
 
 def version_of(text: str) -> Version | None:
     """Return the first two numbers of a version such as "13.0.88"."""
-    found = re.search(r"(\d+)\.(\d+)", text)
-    if found is None:
+    match = re.search(r"(\d+)\.(\d+)", text)
+    if match is None:
         return None
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _cuda_libraries(nvcc_path: str, version: Version) -> str:
@@ -153,13 +153,13 @@ def _cuda_libraries(nvcc_path: str, version: Version) -> str:
     Returns "" if the libraries are not in its tree (the compiler may be a script).
     """
     root = os.path.dirname(os.path.dirname(os.path.realpath(nvcc_path)))
-    wanted = [f"{name}.so.{version[0]}" for name in ("libcudart", "libcublas")]
+    file_names = [f"{name}.so.{version[0]}" for name in ("libcudart", "libcublas")]
     for folder in (
         f"{root}/lib64",
         f"{root}/targets/{platform.machine()}-linux/lib",
         f"{root}/lib",
     ):
-        if all(os.path.exists(f"{folder}/{name}") for name in wanted):
+        if all(os.path.exists(f"{folder}/{name}") for name in file_names):
             return folder
     return ""
 
@@ -172,14 +172,14 @@ def _gcc() -> int | None:
     """
     if not sys.platform.startswith("linux"):
         return None
-    chosen = os.environ.get("CUDAHOSTCXX") or os.environ.get("NVCC_CCBIN") or "g++"
-    path = shutil.which(chosen)
+    compiler = os.environ.get("CUDAHOSTCXX") or os.environ.get("NVCC_CCBIN") or "g++"
+    path = shutil.which(compiler)
     if path is None:
         return None
-    number, _, _ = run(path, "-dumpversion").partition(".")
-    if not number.strip().isdigit():
+    major, _, _ = run(path, "-dumpversion").partition(".")
+    if not major.strip().isdigit():
         return None
-    return int(number)
+    return int(major)
 
 
 def _rocm() -> Version | None:
@@ -187,15 +187,15 @@ def _rocm() -> Version | None:
 
     It comes from its packages, or from the major version in its library's name.
     """
-    found = version_of(read_text("/opt/rocm/.info/version") or "")
-    if found:
-        return found
+    version_read = version_of(read_text("/opt/rocm/.info/version") or "")
+    if version_read:
+        return version_read
     name = ctypes.util.find_library("amdhip64") or ""
     _, _, version = name.rpartition(".so.")
-    number, _, _ = version.partition(".")
-    if not number.isdigit():
+    major, _, _ = version.partition(".")
+    if not major.isdigit():
         return None
-    return int(number), 0
+    return int(major), 0
 
 
 def _cuda_driver() -> Version | None:

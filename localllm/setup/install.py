@@ -34,13 +34,13 @@ from localllm.setup.steps import FOLDER, MLX, BuildRecipe, Step
 
 Report = Callable[[str], None]
 Run = Callable[[list[str], Mapping[str, str], Path], int]
-_TICK_S = 15.0
+_PROGRESS_S = 15.0
 # Limits on the slowdown. Two runs of the same build on an idle machine differ by a few per cent. A
 # build of another release must stay closer, and is measured with more runs.
-_SLOWER = 1.1
-_TURNS = 2
-_SLOWER_RELEASE = 1.03
-_TURNS_RELEASE = 5
+_MAX_SLOWDOWN = 1.1
+_N_TURNS = 2
+_MAX_RELEASE_SLOWDOWN = 1.03
+_N_RELEASE_TURNS = 5
 
 
 def make(
@@ -72,31 +72,35 @@ def make(
         for number, step in enumerate(recipe.steps, 1):
             report(f"{number} of {len(recipe.steps)}: {step.text}")
             if step.release:
-                release = _released(step, recipe.backend, folder, fetch)
+                release = _fetched_release(step, recipe.backend, folder, fetch)
                 title = f"llama.cpp {release.title} for {KINDS[recipe.backend].label}"
                 version = release.tag
             else:
-                _take(step, folder, log, report, run or _run)
+                _run_step(step, folder, log, report, run or _run)
         report("the test: its devices, and ten tokens compared with the CPU's")
         # The reference is the build that was installed with localllm, on the CPU.
-        plain = builds.plain()
-        expected = build_check.reference(model, plain)
+        own_environment = builds.own_build_environment()
+        expected = build_check.reference(model, own_environment)
         if isinstance(expected, str):
             raise SetupError(f"{recipe.name} was built, but {expected}", hint="localllm doctor")
-        environment = builds.with_folder(folder, recipe.library_dirs, plain, recipe.libraries)
-        verdict = _judged(recipe, folder, expected, environment, plain, report)
+        environment = builds.with_folder(
+            folder, recipe.library_dirs, own_environment, recipe.libraries
+        )
+        verdict = _verdict(recipe, folder, expected, environment, own_environment, report)
         if verdict.failure:
             raise SetupError(
                 f"the build {recipe.name} was removed again: {verdict.failure}",
                 hint=f"the previous build stays in use; the complete output is in {log}",
             )
-        before = _before(recipe, old, version, host, plain)
-        other = version != installed_version()
-        slower = ""
-        if before is not None:
-            slower = _slower(model, before, environment, report, other_release=other)
-        if slower and (accept_slower is None or not accept_slower(slower)):
-            raise SlowerBuildError(f"{recipe.name} works, but {slower}")
+        compared_environment = _environment_to_compare(recipe, old, version, host, own_environment)
+        is_other_release = version != installed_version()
+        slowdown = ""
+        if compared_environment is not None:
+            slowdown = _slowdown(
+                model, compared_environment, environment, report, other_release=is_other_release
+            )
+        if slowdown and (accept_slower is None or not accept_slower(slowdown)):
+            raise SlowerBuildError(f"{recipe.name} works, but {slowdown}")
         build = builds.Build(
             name=recipe.name,
             backend=recipe.backend,
@@ -121,7 +125,7 @@ class SlowerBuildError(
     """A build works but is slower than the current one, which stays in use."""
 
 
-def _released(step: Step, backend: str, folder: Path, fetch: FetchRelease | None) -> Release:
+def _fetched_release(step: Step, backend: str, folder: Path, fetch: FetchRelease | None) -> Release:
     """Put the step's release into `folder`. Other errors than SetupErrors become SetupErrors."""
     if fetch is None:
         raise SetupError("llama.cpp's releases can't be downloaded here")
@@ -133,12 +137,12 @@ def _released(step: Step, backend: str, folder: Path, fetch: FetchRelease | None
         raise SetupError(e.message, hint=e.hint) from e
 
 
-def _judged(
+def _verdict(
     recipe: BuildRecipe,
     folder: Path,
     expected: build_check.ReferenceAnswer,
     environment: Mapping[str, str],
-    plain: Mapping[str, str],
+    own_environment: Mapping[str, str],
     report: Report,
 ) -> build_check.TrialVerdict:
     """Test the build.
@@ -147,52 +151,58 @@ def _judged(
     that fails, its own CPU library is restored.
     """
     package = folder / "site" / "llama_cpp"
-    own = ""
+    own_package = ""
     if any("--only-binary" in step.pip for step in recipe.steps):
-        own = query_build(plain).folder
-    if own and processor_part.exchange(package, Path(own)):
+        own_package = query_build(own_environment).folder
+    if own_package and processor_part.exchange(package, Path(own_package)):
         verdict = build_check.judge(recipe.backend, expected, environment)
-        failure = verdict.failure or build_check.computed(expected, environment, layers=0).failure
+        failure = (
+            verdict.failure or build_check.check_tokens(expected, environment, layers=0).failure
+        )
         if not failure:
-            own_part = "its CPU backend is replaced by that of the build installed with localllm"
-            report(f"   {own_part}, which was compiled for this CPU")
+            message = "its CPU backend is replaced by that of the build installed with localllm"
+            report(f"   {message}, which was compiled for this CPU")
             return verdict
-        own_part = "with the CPU backend of the build installed with localllm"
-        report(f"   {own_part} {failure}, so its own CPU backend is restored")
+        message = "with the CPU backend of the build installed with localllm"
+        report(f"   {message} {failure}, so its own CPU backend is restored")
         processor_part.put_back(package)
     return build_check.judge(recipe.backend, expected, environment)
 
 
-def _before(
-    recipe: BuildRecipe, old: Path, version: str, host: BuildHost, plain: Mapping[str, str]
+def _environment_to_compare(
+    recipe: BuildRecipe,
+    old_folder: Path,
+    version: str,
+    host: BuildHost,
+    own_environment: Mapping[str, str],
 ) -> Mapping[str, str] | None:
     """Return the environment of the current build, for a speed comparison, or None.
 
-    `old` is the folder of a current build that has this recipe's name and was moved away. A current
-    build that computes on the CPU is no standard for a GPU, because the starter model is too small
-    for one. Another build of the same release cannot be slower on the CPU either, so the result is
-    None. A build of another release can be slower, so it is compared.
+    `old_folder` is the folder of a current build that has this recipe's name and was moved away. A
+    current build that computes on the CPU is no standard for a GPU, because the starter model is
+    too small for one. Another build of the same release cannot be slower on the CPU either, so the
+    result is None. A build of another release can be slower, so it is compared.
     """
     if recipe.libraries:
         # The user named it, or no ready wheel drives this accelerator.
         return None
     chosen = builds.chosen()
-    on_processor = version != installed_version() and recipe.backend == "cpu"
+    compares_cpu = version != installed_version() and recipe.backend == "cpu"
     if chosen == builds.OWN:
-        if on_processor or host.own_backends != ("cpu",):
-            return plain
+        if compares_cpu or host.own_backends != ("cpu",):
+            return own_environment
         return None
-    folder = old if chosen == recipe.name else builds.folder_of(chosen)
+    folder = old_folder if chosen == recipe.name else builds.folder_of(chosen)
     build = builds.read(folder)
-    if build is None or (build.backend == "cpu" and not on_processor):
+    if build is None or (build.backend == "cpu" and not compares_cpu):
         return None
-    return builds.with_folder(folder, build.library_dirs, plain, build.libraries)
+    return builds.with_folder(folder, build.library_dirs, own_environment, build.libraries)
 
 
-def _slower(
+def _slowdown(
     model: Path,
-    before: Mapping[str, str],
-    now: Mapping[str, str],
+    old_environment: Mapping[str, str],
+    new_environment: Mapping[str, str],
     report: Report,
     *,
     other_release: bool,
@@ -201,14 +211,16 @@ def _slower(
 
     Returns "" if the new one is not slower, or if the previous one no longer runs.
     """
-    limit = _SLOWER_RELEASE if other_release else _SLOWER
-    turns = _TURNS_RELEASE if other_release else _TURNS
+    limit = _MAX_RELEASE_SLOWDOWN if other_release else _MAX_SLOWDOWN
+    turns = _N_RELEASE_TURNS if other_release else _N_TURNS
     report(f"comparing it with the current build: a short turn, {turns} times each")
     old_s = new_s = math.inf
     for turn in range(turns):
         # The two builds alternate in going first.
         for is_new in (turn % 2 == 1, turn % 2 == 0):
-            seconds = build_check.turn_s(model, now if is_new else before)
+            seconds = build_check.measured_turn_s(
+                model, new_environment if is_new else old_environment
+            )
             if seconds is None:
                 return ""
             if is_new:
@@ -227,15 +239,15 @@ def _slower(
 def make_in_environment(recipe: BuildRecipe, report: Report, run: Run | None = None) -> None:
     """Run steps that change the installation itself (MLX), and undo them if MLX then fails."""
     log = _log_path(recipe.name)
-    before = importlib.util.find_spec(MLX.name) is not None
+    was_installed = importlib.util.find_spec(MLX.name) is not None
     for step in recipe.steps:
         report(step.text)
-        _take(step, Path(sys.prefix), log, report, run or _run)
+        _run_step(step, Path(sys.prefix), log, report, run or _run)
     failure = programs.ask("mlx.devices").failure
     if not failure:
         return
     hint = f"the complete output is in {log}"
-    if before:
+    if was_installed:
         raise SetupError(f"the previous MLX was not restored: {failure}", hint=hint)
     uninstall = installer.command(["uninstall", "--yes", *MLX.distributions])
     (run or _run)(uninstall, dict(os.environ), log)
@@ -250,10 +262,10 @@ def _one_at_a_time() -> Iterator[None]:
     """
     from huggingface_hub.utils import WeakFileLock
 
-    mark = paths.private_dir(paths.builds_dir()) / ".making"
+    lock_file = paths.private_dir(paths.builds_dir()) / ".making"
     with contextlib.ExitStack() as locks:
         try:
-            locks.enter_context(WeakFileLock(mark, timeout=0.1))
+            locks.enter_context(WeakFileLock(lock_file, timeout=0.1))
         except TimeoutError:
             raise SetupError(
                 "another `localllm setup` is running", hint="wait until it ends, or stop it"
@@ -288,14 +300,14 @@ def _moved_away(folder: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _take(step: Step, folder: Path, log: Path, report: Report, run: Run) -> None:
+def _run_step(step: Step, folder: Path, log: Path, report: Report, run: Run) -> None:
     if step.links:
         link_cuda(Path(step.links.replace(FOLDER, str(folder))))
         return
     # pip must not see another build that is in use.
-    environment = builds.plain()
+    environment = builds.own_build_environment()
     for name, value in step.environment:
-        environment[name] = _joined(name, value.replace(FOLDER, str(folder)))
+        environment[name] = _merged_setting(name, value.replace(FOLDER, str(folder)))
     words = [word.replace(FOLDER, str(folder)) for word in step.pip]
     started = time.monotonic()
     code = run(installer.command(words), environment, log)
@@ -307,12 +319,12 @@ def _take(step: Step, folder: Path, log: Path, report: Report, run: Run) -> None
     report(f"   done in {time.monotonic() - started:.0f} s")
 
 
-def _joined(name: str, value: str) -> str:
+def _merged_setting(name: str, value: str) -> str:
     """The user's CMAKE_ARGS come before ours. The user's number of jobs replaces ours."""
-    theirs = os.environ.get(name, "")
+    from_user = os.environ.get(name, "")
     if name == "CMAKE_ARGS":
-        return f"{theirs} {value}".strip()
-    return theirs or value
+        return f"{from_user} {value}".strip()
+    return from_user or value
 
 
 def link_cuda(toolkit: Path) -> None:
@@ -328,21 +340,21 @@ def link_cuda(toolkit: Path) -> None:
     if not (toolkit / "lib64").exists():
         (toolkit / "lib64").symlink_to("lib")
     for file in sorted(folder.glob("lib*.so.*")):
-        plain = folder / (file.name.partition(".so.")[0] + ".so")
-        if not plain.exists():
-            plain.symlink_to(file.name)
+        unversioned = folder / (file.name.partition(".so.")[0] + ".so")
+        if not unversioned.exists():
+            unversioned.symlink_to(file.name)
     if (folder / "libcuda.so").exists():
         return
-    found = next((place for place in _DRIVER_PLACES if (folder / place).exists()), None)
-    if found is None:
+    driver_library = next((path for path in _DRIVER_LIBRARIES if (folder / path).exists()), None)
+    if driver_library is None:
         raise SetupError(
             "libcuda.so.1 of the NVIDIA driver was not found",
             hint="install the NVIDIA driver, then run `localllm setup` again",
         )
-    (folder / "libcuda.so").symlink_to(found)
+    (folder / "libcuda.so").symlink_to(driver_library)
 
 
-_DRIVER_PLACES = (
+_DRIVER_LIBRARIES = (
     "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
     "/usr/lib/aarch64-linux-gnu/libcuda.so.1",
     "/usr/lib64/libcuda.so.1",
@@ -371,9 +383,9 @@ def _run(command: list[str], environment: Mapping[str, str], log: Path) -> int:
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    return process.wait(_TICK_S)
-                waited = f"   … {time.monotonic() - started:.0f} s: {last_output(log)[:90]}"
-                print(waited, file=sys.stderr, flush=True)
+                    return process.wait(_PROGRESS_S)
+                progress = f"   … {time.monotonic() - started:.0f} s: {last_output(log)[:90]}"
+                print(progress, file=sys.stderr, flush=True)
         except BaseException:
             process.terminate()
             process.wait()

@@ -42,17 +42,17 @@ def _uv() -> str | None:
 
 
 def _install_pip() -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "ensurepip", "--default-pip"],
         capture_output=True,
         text=True,
         errors="replace",
         check=False,
     )
-    if done.returncode:
-        cause = done.stderr.strip().rpartition("\n")[2] or "ensurepip failed"
+    if result.returncode:
+        reason = result.stderr.strip().rpartition("\n")[2] or "ensurepip failed"
         raise SetupError(
-            f"this environment has no pip, and Python could not install it: {cause[:300]}",
+            f"this environment has no pip, and Python could not install it: {reason[:300]}",
             hint="install uv (https://docs.astral.sh/uv) or, on Debian, python3-venv; then run "
             "`localllm setup` again",
         )

@@ -22,43 +22,45 @@ from localllm.setup.steps import (
     Preferred,
     Step,
     chain,
+    compile_time_text,
     compiler,
     from_source,
     is_x86,
-    minutes,
     wheel,
 )
 
-_SEE = "`localllm device` shows the hardware found, `localllm setup --dry-run` the build to be made"
+_HINT = (
+    "`localllm device` shows the hardware found, `localllm setup --dry-run` the build to be made"
+)
 
 
 def recipes_for(
-    device: Device, host: BuildHost, wanted: str = "", preferred: Preferred | None = None
+    device: Device, host: BuildHost, requested: str = "", preferred: Preferred | None = None
 ) -> list[BuildRecipe]:
     """Return the recipes for `device`.
 
     The first recipe carries its alternatives for failures. On a Mac, MLX's recipe is added.
 
-    If `wanted` is a backend of BACKENDS, only that one is made, even if it is already installed. ""
-    selects the best, which is the installed build if it can drive that backend. Raises SetupError
-    if this machine cannot have any such build.
+    If `requested` is a backend of BACKENDS, only that one is made, even if it is already installed.
+    "" selects the best, which is the installed build if it can drive that backend. Raises
+    SetupError if this machine cannot have any such build.
     """
-    if wanted == MLX.name:
+    if requested == MLX.name:
         return [_mlx(device, host)]
-    if wanted:
-        return [_RECIPES[wanted](device, host)]
-    missing = _why_not_preferred(device, host, preferred)
-    backends = _best(device, host, None if missing else preferred)
+    if requested:
+        return [_RECIPES[requested](device, host)]
+    why_not = _why_not_preferred(device, host, preferred)
+    backends = _backends_to_try(device, host, None if why_not else preferred)
     first = backends[0] if backends else "cpu"
-    recipes, refused = _in_turn(device, host, backends, preferred)
+    recipes, rejections = _recipes_in_order(device, host, backends, preferred)
     is_installed = first in host.own_backends and not cuda.needs_own_code(device)
     if first == "cpu" or is_installed:
         recipes.insert(0, _installed_build(device, first))
     if not recipes:
-        raise SetupError("; ".join(refused), hint=_SEE)
-    if preferred is not None and missing:
+        raise SetupError("; ".join(rejections), hint=_HINT)
+    if preferred is not None and why_not:
         # A build that cannot run is not a choice, but the user should know about it.
-        note = f"ROCm would be faster ({preferred.because}). {missing}"
+        note = f"ROCm would be faster ({preferred.because}). {why_not}"
         recipes[0] = replace(recipes[0], notes=(*recipes[0].notes, note))
     best = chain(*recipes)
     if first == "metal":
@@ -66,7 +68,7 @@ def recipes_for(
     return [best]
 
 
-def _in_turn(
+def _recipes_in_order(
     device: Device, host: BuildHost, backends: Sequence[str], preferred: Preferred | None
 ) -> tuple[list[BuildRecipe], list[str]]:
     """Return the recipes for `backends`, and the reasons why the last backends have no recipe.
@@ -75,20 +77,20 @@ def _in_turn(
     `because`.
     """
     recipes: list[BuildRecipe] = []
-    refused: list[str] = []
+    rejections: list[str] = []
     for backend in backends:
         try:
-            found = _RECIPES[backend](device, host)
+            recipe = _RECIPES[backend](device, host)
         except SetupError as e:
-            refused.append(e.message)
+            rejections.append(e.message)
             continue
-        reasons = [*refused, found.because]
+        reasons = [*rejections, recipe.because]
         if preferred is not None and preferred.backend == backend:
             reasons.append(preferred.because)
-        refused = []
-        recipes.append(replace(found, because="; ".join(reasons), otherwise=()))
-        recipes += found.otherwise
-    return recipes, refused
+        rejections = []
+        recipes.append(replace(recipe, because="; ".join(reasons), alternatives=()))
+        recipes += recipe.alternatives
+    return recipes, rejections
 
 
 def with_archives(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRecipe:
@@ -97,9 +99,9 @@ def with_archives(recipe: BuildRecipe, device: Device, host: BuildHost) -> Build
     If no archive can run on this machine, the compilation gives the reason. The CPU's build is
     compiled, since that is for exactly this processor.
     """
-    with_urls: list[BuildRecipe] = []
+    candidates: list[BuildRecipe] = []
     archives: set[str] = set()
-    for candidate in (replace(recipe, otherwise=()), *recipe.otherwise):
+    for candidate in (replace(recipe, alternatives=()), *recipe.alternatives):
         backend = candidate.backend
         if _compiles(candidate) and backend != "cpu" and backend not in archives:
             archives.add(backend)
@@ -107,13 +109,13 @@ def with_archives(recipe: BuildRecipe, device: Device, host: BuildHost) -> Build
             if reason:
                 candidate = replace(candidate, because=f"{candidate.because}; {reason}")
             else:
-                with_urls.append(_archive(backend, host))
-        with_urls.append(candidate)
-    return chain(*with_urls)
+                candidates.append(_archive_recipe(backend, host))
+        candidates.append(candidate)
+    return chain(*candidates)
 
 
-def _archive(backend: str, host: BuildHost) -> BuildRecipe:
-    archive = _release("latest", backend, "it takes a download instead of a compilation")
+def _archive_recipe(backend: str, host: BuildHost) -> BuildRecipe:
+    archive = _release_recipe("latest", backend, "it takes a download instead of a compilation")
     if backend == "vulkan":
         return replace(archive, needs=_vulkan_loader(host))
     return archive
@@ -124,28 +126,28 @@ def of_release(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRec
 
     The release is part of its name, so the build does not replace others.
     """
-    changed = recipe
+    recipe_here = recipe
     if recipe.name == "own":
-        changed = _RECIPES[recipe.backend](device, host)
-    others = tuple(of_release(other, device, host) for other in changed.otherwise)
-    because = f"llama-cpp-python {host.version} was requested; {changed.because}"
+        recipe_here = _RECIPES[recipe.backend](device, host)
+    others = tuple(of_release(other, device, host) for other in recipe_here.alternatives)
+    because = f"llama-cpp-python {host.version} was requested; {recipe_here.because}"
     return replace(
-        changed, name=f"{changed.name}-{host.version}", because=because, otherwise=others
+        recipe_here, name=f"{recipe_here.name}-{host.version}", because=because, alternatives=others
     )
 
 
-def of_llama_cpp(tag: str, device: Device, host: BuildHost, wanted: str = "") -> BuildRecipe:
+def of_llama_cpp(tag: str, device: Device, host: BuildHost, requested: str = "") -> BuildRecipe:
     """Return the recipe for a release of llama.cpp itself, as its makers compiled it.
 
-    `wanted` is the backend, or "" for the best that this machine can drive. Its alternatives are
+    `requested` is the backend, or "" for the best that this machine can drive. Its alternatives are
     the same release for other backends.
     """
-    backends = [wanted] if wanted else (_best(device, host, None) or ["cpu"])
+    backends = [requested] if requested else (_backends_to_try(device, host, None) or ["cpu"])
     because = f"llama.cpp's release {tag} was asked for"
-    return chain(*(_release(tag, backend, because) for backend in backends))
+    return chain(*(_release_recipe(tag, backend, because) for backend in backends))
 
 
-def _release(tag: str, backend: str, because: str) -> BuildRecipe:
+def _release_recipe(tag: str, backend: str, because: str) -> BuildRecipe:
     label = KINDS[backend].label
     return BuildRecipe(
         name=f"{tag}-{backend}",
@@ -154,7 +156,7 @@ def _release(tag: str, backend: str, because: str) -> BuildRecipe:
         because=because,
         steps=(Step(f"llama.cpp {tag}", release=tag),),
         libraries=f"{FOLDER}/lib",
-        takes="a download",
+        effort="a download",
     )
 
 
@@ -174,24 +176,24 @@ def with_rpc(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
 
     Raises SetupError if its recipe does not compile and a C++ compiler would not be enough.
     """
-    compiled = _compiled(recipe, host)
+    compiled = _compiled_recipe(recipe, host)
     name = recipe.backend if compiled.name == "own" else compiled.name
     return replace(
         compiled,
         name=f"{name}-rpc",
         title=f"llama.cpp for {KINDS[recipe.backend].label} with RPC, compiled here",
-        steps=tuple(_plus_rpc(step) for step in compiled.steps),
+        steps=tuple(_with_rpc_flag(step) for step in compiled.steps),
         because="layers can run on other machines",
-        otherwise=(),
+        alternatives=(),
     )
 
 
-def _compiled(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
+def _compiled_recipe(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
     """Return the first of `recipe` and its alternatives on the same backend that is compiled.
 
     If all are ready-made, return a new recipe that compiles from source.
     """
-    for candidate in (recipe, *recipe.otherwise):
+    for candidate in (recipe, *recipe.alternatives):
         if candidate.backend == recipe.backend and _compiles(candidate):
             return candidate
     flags = KINDS[recipe.backend].cmake
@@ -202,14 +204,16 @@ def _compiled(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
             hint="localllm setup --rpc --backend vulkan (or cpu)",
         )
     steps = (from_source(host, [flags, "-DLLAVA_BUILD=OFF"]),)
-    return replace(recipe, steps=steps, needs=tuple(compiler(host)), takes=minutes(host, 10))
+    return replace(
+        recipe, steps=steps, needs=tuple(compiler(host)), effort=compile_time_text(host, 10)
+    )
 
 
 def _compiles(recipe: BuildRecipe) -> bool:
     return any("CMAKE_ARGS" in dict(step.environment) for step in recipe.steps)
 
 
-def _plus_rpc(step: Step) -> Step:
+def _with_rpc_flag(step: Step) -> Step:
     environment = dict(step.environment)
     if "CMAKE_ARGS" not in environment:
         return step
@@ -217,7 +221,7 @@ def _plus_rpc(step: Step) -> Step:
     return replace(step, environment=tuple(environment.items()))
 
 
-def _best(device: Device, host: BuildHost, preferred: Preferred | None) -> list[str]:
+def _backends_to_try(device: Device, host: BuildHost, preferred: Preferred | None) -> list[str]:
     """Return the backends that can drive `device`, in the order to try them.
 
     The list is empty for the CPU.
@@ -225,7 +229,7 @@ def _best(device: Device, host: BuildHost, preferred: Preferred | None) -> list[
     if device.accelerator == "rocm":
         if preferred is not None and preferred.backend == "rocm":
             return ["rocm", "vulkan"]
-        if device.compute_capability in _WITHOUT_GRAPHICS:
+        if device.compute_capability in _ROCM_ONLY:
             return ["rocm", "vulkan"]
         if host.rocm is not None:
             return ["vulkan", "rocm"]
@@ -275,7 +279,7 @@ def _vulkan(device: Device, host: BuildHost) -> BuildRecipe:
         because="it runs on every vendor's driver without compiling",
         steps=(wheel(host, "vulkan"),),
         needs=loader,
-        takes="a download",
+        effort="a download",
     )
     if not host.glslc:
         return ready
@@ -310,7 +314,7 @@ ROCM_CODE = {
 }  # fmt: skip
 ROCM_MAJOR = 7
 # Instincts have no graphics, and no Vulkan driver that is worth trying first.
-_WITHOUT_GRAPHICS = ("gfx908", "gfx90a", "gfx942", "gfx950")
+_ROCM_ONLY = ("gfx908", "gfx90a", "gfx942", "gfx950")
 
 
 def _rocm(device: Device, host: BuildHost) -> BuildRecipe:
@@ -318,7 +322,7 @@ def _rocm(device: Device, host: BuildHost) -> BuildRecipe:
     if not gfx.startswith("gfx"):
         gfx = ""
     if device.accelerator != "rocm" and not gfx:
-        raise SetupError(f"{device.name} has no Radeon that ROCm supports", hint=_SEE)
+        raise SetupError(f"{device.name} has no Radeon that ROCm supports", hint=_HINT)
     code = ROCM_CODE.get(host.system, ())
     if not code or not is_x86(host):
         message = f"there is no ROCm build for {host.system} on {host.architecture}"
@@ -338,7 +342,7 @@ def _rocm(device: Device, host: BuildHost) -> BuildRecipe:
             title="llama.cpp for ROCm, llama-cpp-python's own wheel, including AMD's libraries",
             because=because,
             steps=(wheel(host, "hip-radeon"),),
-            takes="the download is about 1 GB",
+            effort="the download is about 1 GB",
         )
     notes: tuple[str, ...] = ()
     if gfx == "gfx1151" and (host.rocm or (0, 0)) < (7, 13):
@@ -350,7 +354,7 @@ def _rocm(device: Device, host: BuildHost) -> BuildRecipe:
         because=because,
         steps=(wheel(host, "rocm72"),),
         needs=_rocm_needs(host.rocm),
-        takes="the download is about 1 GB",
+        effort="the download is about 1 GB",
         notes=notes,
     )
 
@@ -359,14 +363,14 @@ _ROCM_NOTES = ("ROCm 7.2 crashes on some Strix Halo boards; 7.13 and later work"
 
 
 def _rocm_needs(rocm: Version | None) -> tuple[str, ...]:
-    packages = f"ROCm {ROCM_MAJOR} from AMD's packages, 7.2 or newer"
-    needs = f"{packages}: the wheel does not include its libraries"
+    required = f"ROCm {ROCM_MAJOR} from AMD's packages, 7.2 or newer"
+    missing = f"{required}: the wheel does not include its libraries"
     if rocm is None:
-        return (needs,)
+        return (missing,)
     if rocm[0] == ROCM_MAJOR:
         return ()
-    cause = "which lacks the required libraries"
-    return (f"{needs} (installed: {_version_text(rocm)}, {cause})",)
+    reason = "which lacks the required libraries"
+    return (f"{missing} (installed: {_version_text(rocm)}, {reason})",)
 
 
 def _version_text(version: Version) -> str:
@@ -392,14 +396,14 @@ def _compiled_here(host: BuildHost, backend: str, because: str, cpu_minutes: int
         because=because,
         steps=(from_source(host, flags),),
         needs=tuple(compiler(host)),
-        takes=minutes(host, cpu_minutes),
+        effort=compile_time_text(host, cpu_minutes),
     )
 
 
 def _metal(device: Device, host: BuildHost) -> BuildRecipe:
     if device.accelerator != "metal":
         raise SetupError(
-            f"{device.name} is not a Mac with an Apple GPU, so it has no Metal", hint=_SEE
+            f"{device.name} is not a Mac with an Apple GPU, so it has no Metal", hint=_HINT
         )
     because = "llama-cpp-python compiled on a Mac always includes Metal"
     return _compiled_here(host, "metal", because, 8)
@@ -443,7 +447,7 @@ def _mlx_for(accelerator: str, title: str, because: str) -> BuildRecipe:
         title=title,
         because=because,
         steps=(step,),
-        takes="a download",
+        effort="a download",
         into_environment=True,
     )
 
@@ -462,8 +466,12 @@ def _installed_build(device: Device, backend: str) -> BuildRecipe:
         because = f"the installed llama.cpp is already built for {label}"
         return BuildRecipe("own", backend, title, because)
     # A finding whose fix is a flag concerns plans, not builds.
-    wrong = [f for f in device.findings if f.level != "info" and not f.fix.startswith("--")]
-    if wrong:
-        return BuildRecipe("own", "cpu", "the CPU build stays in use", wrong[0].message)
+    warnings = [
+        finding
+        for finding in device.findings
+        if finding.level != "info" and not finding.fix.startswith("--")
+    ]
+    if warnings:
+        return BuildRecipe("own", "cpu", "the CPU build stays in use", warnings[0].message)
     because = "the installed llama.cpp is already a CPU build"
     return BuildRecipe("own", "cpu", "no build needed", because)

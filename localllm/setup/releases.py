@@ -18,7 +18,7 @@ from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost, Version, version_of
 
 TAG = re.compile(r"latest|v\d{1,4}(\.\d{1,4}){1,3}|b\d{3,7}")
-_POINTER = "nightly-tag.txt"
+_TAG_FILE = "nightly-tag.txt"
 _SHA256 = re.compile(r"sha256:([0-9a-f]{64})")
 # The archives with CUDA's own libraries have half a gigabyte.
 _MAX_BYTES = 4 << 30
@@ -61,9 +61,9 @@ class Release:
         return self.tag
 
     @property
-    def pointer(self) -> Asset | None:
+    def tag_file(self) -> Asset | None:
         """The file that names the release with the archives, if this one has no archive."""
-        return next((asset for asset in self.assets if asset.name == _POINTER), None)
+        return next((asset for asset in self.assets if asset.name == _TAG_FILE), None)
 
 
 class ReleaseSource(Protocol):
@@ -80,7 +80,7 @@ class ReleaseSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
+class _ArchiveName:
     """The parts of an archive's name."""
 
     asset: Asset
@@ -119,7 +119,7 @@ def _asset(row: Mapping[str, Any]) -> Asset | None:
     return Asset(name, str(row["browser_download_url"]), size_bytes, digest[1])
 
 
-def pointed(text: str) -> str:
+def tag_in(text: str) -> str:
     """Return the tag in nightly-tag.txt. Raises SetupError for any other text."""
     tag = text.strip()
     if not re.fullmatch(r"b\d{3,7}", tag):
@@ -135,26 +135,34 @@ def choose(release: Release, backend: str, device: Device, host: BuildHost) -> t
     reason = unfit(backend, device, host)
     if reason:
         raise SetupError(reason, hint="`localllm setup` compiles llama.cpp here")
-    found = [named for named in map(_named, release.assets) if named is not None]
+    archive_names = [
+        archive_name
+        for archive_name in map(_archive_name, release.assets)
+        if archive_name is not None
+    ]
     system = _SYSTEMS[host.system]
     architecture = _ARCHITECTURES[host.architecture]
-    for_system = [n for n in found if (n.system, n.architecture) == (system, architecture)]
-    of_kind = [n for n in for_system if _drives(n, backend)]
+    for_system = [
+        name for name in archive_names if (name.system, name.architecture) == (system, architecture)
+    ]
+    of_kind = [name for name in for_system if _is_for_backend(name, backend)]
     if not of_kind:
-        there = ", ".join(sorted({n.kind for n in for_system})) or "nothing"
+        kinds_text = ", ".join(sorted({name.kind for name in for_system})) or "nothing"
         raise SetupError(
             f"llama.cpp {release.title} has no archive for {backend} on {host.system} "
-            f"{host.architecture} (it has {there} for this system)",
+            f"{host.architecture} (it has {kinds_text} for this system)",
             hint="`localllm setup` compiles llama.cpp here",
         )
-    reasons = [_lacking(named, device, host) for named in of_kind]
-    fitting = [n for n, lacks in zip(of_kind, reasons, strict=True) if not lacks]
+    reasons = [_why_unfit(archive_name, device, host) for archive_name in of_kind]
+    fitting = [
+        name for name, reason_against in zip(of_kind, reasons, strict=True) if not reason_against
+    ]
     if not fitting:
         raise SetupError(
             f"llama.cpp {release.title}: {'; '.join(reasons)}",
             hint="`localllm setup` compiles llama.cpp here",
         )
-    best = max(fitting, key=lambda named: named.version or (0, 0))
+    best = max(fitting, key=lambda archive_name: archive_name.version or (0, 0))
     if backend != "cuda":
         return (best.asset,)
     return (best.asset, _cuda_libraries(release, best.asset))
@@ -176,7 +184,7 @@ def unfit(backend: str, device: Device, host: BuildHost) -> str:
     return ""
 
 
-def _named(asset: Asset) -> _Named | None:
+def _archive_name(asset: Asset) -> _ArchiveName | None:
     """Return the parts of an archive's name, or None for other files."""
     match = _NAME.fullmatch(asset.name)
     if match is None:
@@ -187,46 +195,46 @@ def _named(asset: Asset) -> _Named | None:
     if match["system"] == "macos" and match["architecture"] == "arm64":
         kind = "metal"
     version = version_of(match["version"] or "")
-    return _Named(asset, match["system"], kind, version, match["architecture"])
+    return _ArchiveName(asset, match["system"], kind, version, match["architecture"])
 
 
-def _drives(named: _Named, backend: str) -> bool:
+def _is_for_backend(name: _ArchiveName, backend: str) -> bool:
     if backend == "cpu":
         # A Mac's archive also computes on the processor.
-        return named.kind in ("cpu", "metal")
-    return named.kind == backend
+        return name.kind in ("cpu", "metal")
+    return name.kind == backend
 
 
-def _lacking(named: _Named, device: Device, host: BuildHost) -> str:
+def _why_unfit(name: _ArchiveName, device: Device, host: BuildHost) -> str:
     """Return the reason why this archive does not run here, or ""."""
-    if named.version is None:
+    if name.version is None:
         return ""
-    needs = cuda.dotted(named.version)
-    if named.kind == "cuda":
-        if host.cuda_driver is not None and host.cuda_driver[0] < named.version[0]:
+    needs = cuda.dotted(name.version)
+    if name.kind == "cuda":
+        if host.cuda_driver is not None and host.cuda_driver[0] < name.version[0]:
             own_version = cuda.dotted(host.cuda_driver)
             return (
                 f"the archive for CUDA {needs} needs a newer driver (this one has "
                 f"CUDA {own_version})"
             )
         cards = cuda.capabilities(device)
-        if named.version[0] >= 13 and cards and cards[0] < _OLDEST_CUDA_13_CARD:
+        if name.version[0] >= 13 and cards and cards[0] < _OLDEST_CUDA_13_CARD:
             return f"the archive for CUDA {needs} has no code for {cuda.dotted(cards[0])}"
     is_linux = host.system == "linux"
-    if named.kind == "rocm" and is_linux and (host.rocm or named.version)[0] != named.version[0]:
-        own_version = cuda.dotted(host.rocm or named.version)
+    if name.kind == "rocm" and is_linux and (host.rocm or name.version)[0] != name.version[0]:
+        own_version = cuda.dotted(host.rocm or name.version)
         return f"the archive needs ROCm {needs}, and this system has {own_version}"
     return ""
 
 
 def _cuda_libraries(release: Release, archive: Asset) -> Asset:
     """Return the archive with CUDA's own libraries that belongs to `archive`."""
-    plain = archive.name.replace(f"-{release.tag}", "")
-    wanted = (f"cudart-{archive.name}", f"cudart-{plain}")
-    found = next((asset for asset in release.assets if asset.name in wanted), None)
-    if found is None:
+    without_tag = archive.name.replace(f"-{release.tag}", "")
+    names = (f"cudart-{archive.name}", f"cudart-{without_tag}")
+    libraries = next((asset for asset in release.assets if asset.name in names), None)
+    if libraries is None:
         raise SetupError(
             f"llama.cpp {release.title} has no archive with CUDA's libraries for {archive.name}",
             hint="name another release: localllm setup --engine bNNNNN",
         )
-    return found
+    return libraries

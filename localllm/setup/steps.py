@@ -72,8 +72,9 @@ class BuildRecipe:
     - `needs`: missing requirements, each with instructions to get it.
     - `library_dirs`: folders searched for shared libraries when it runs.
     - `libraries`: the folder of libllama, if the build is no package llama_cpp.
+    - `effort`: what making it takes, as text for users ("" for the installed build).
     - `into_environment`: its steps change the installation itself (MLX).
-    - `otherwise`: alternatives in order, if it cannot be made or fails its trial.
+    - `alternatives`: other recipes, tried in order if it cannot be made or fails its trial.
     """
 
     name: str
@@ -84,10 +85,10 @@ class BuildRecipe:
     needs: tuple[str, ...] = ()
     library_dirs: tuple[str, ...] = ()
     libraries: str = ""
-    takes: str = ""
+    effort: str = ""
     into_environment: bool = False
     notes: tuple[str, ...] = ()
-    otherwise: tuple[BuildRecipe, ...] = ()
+    alternatives: tuple[BuildRecipe, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Preferred:
 def chain(*recipes: BuildRecipe) -> BuildRecipe:
     """Return the first of `recipes` with the others as its alternatives."""
     first, *others = recipes
-    return replace(first, otherwise=(*first.otherwise, *others))
+    return replace(first, alternatives=(*first.alternatives, *others))
 
 
 def wheel(host: BuildHost, index: str) -> Step:
@@ -168,7 +169,7 @@ def compiler(host: BuildHost) -> list[str]:
             return [f"a C++ compiler: sudo apt install {packages}"]
 
 
-def minutes(host: BuildHost, cpu_minutes: int) -> str:
+def compile_time_text(host: BuildHost, cpu_minutes: int) -> str:
     """Return the time to compile here, as text, if one core takes `cpu_minutes`."""
     n_minutes = max(1, round(cpu_minutes / max(1, host.n_cores)))
     return f"about {n_minutes} min on {host.n_cores} cores"

@@ -73,14 +73,14 @@ def test_figures_of_this_machine_are_read_again_after_the_preparation(
     """Memory and measured speeds may change between the start of a chat and its first plan."""
     from localllm.load import candidates
 
-    real = candidates.machine_of
+    real = candidates.device_and_overrides
     read: list[object] = []
 
     def counted(*given: object, **more: object) -> object:
         read.append(given)
         return real(*given, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(candidates, "machine_of", counted)
+    monkeypatch.setattr(candidates, "device_and_overrides", counted)
     service = LocalModelService()
     service.prepare(PlanRequest())
     service.plan(PlanRequest())
@@ -99,7 +99,7 @@ def test_a_memory_speed_of_a_busy_machine_is_marked_and_measured_again(
 
     from localllm.load import candidates
 
-    real = candidates.machine_of
+    real = candidates.device_and_overrides
     asked: list[object] = []
 
     def busy_at_first(*given: object, **more: object) -> object:
@@ -108,7 +108,7 @@ def test_a_memory_speed_of_a_busy_machine_is_marked_and_measured_again(
         figure = Figure(100.0, "measured", "a probe", busy=len(asked) == 1)
         return replace(device, bandwidth_gbps=figure), overrides
 
-    monkeypatch.setattr(candidates, "machine_of", busy_at_first)
+    monkeypatch.setattr(candidates, "device_and_overrides", busy_at_first)
     service = LocalModelService()
     assert "while other programs ran" in service.plan(APPLE).machine
     assert "while other programs ran" not in service.plan(APPLE).machine

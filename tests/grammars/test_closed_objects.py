@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from grammars.byte_matcher import allows, of_schema
-from localllm.grammars.closed_objects import closed
+from localllm.grammars.closed_objects import with_closed_objects
 
 A = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "type": "object"}
 B = {"properties": {"b": {"type": "string"}}, "type": "object"}
@@ -53,7 +53,7 @@ def test_only_named_members_are_allowed(
     schema: dict[str, Any], good: list[Any], bad: list[Any]
 ) -> None:
     before = copy.deepcopy(schema)
-    converted = closed(schema)
+    converted = with_closed_objects(schema)
     matcher = of_schema(converted)
     assert schema == before, "the client's schema is shown to the model as it was sent"
     for instance in good:
@@ -61,25 +61,25 @@ def test_only_named_members_are_allowed(
         assert allows(matcher, json.dumps(instance)), instance
     for instance in bad:
         assert not allows(matcher, json.dumps(instance)), instance
-    assert closed(converted) == converted
+    assert with_closed_objects(converted) == converted
 
 
 def test_a_recursive_object_is_not_changed() -> None:
     endless = {"properties": {"a": {}}, "$ref": "#"}
-    assert closed(endless) == endless
+    assert with_closed_objects(endless) == endless
     wide = {
         "$defs": {"x": {"allOf": [{"$ref": "#/$defs/x"}] * 9}},
         "allOf": [B, {"$ref": "#/$defs/x"}],
     }
-    assert closed(wide) == wide
+    assert with_closed_objects(wide) == wide
 
 
 @pytest.mark.parametrize("junk", [True, 5, [], {"allOf": 5, "properties": 7}, {"allOf": [5, None]}])
 def test_an_invalid_schema_is_not_changed(junk: Any) -> None:
-    assert closed(junk) == junk
+    assert with_closed_objects(junk) == junk
 
 
 def test_data_in_a_schema_is_not_a_schema() -> None:
     data = {"properties": {"a": 1}}
     schema = {"const": data, "default": data, "examples": [data], "enum": [data]}
-    assert closed(schema) == schema
+    assert with_closed_objects(schema) == schema

@@ -102,7 +102,7 @@ def test_an_archive_beyond_the_size_limit_is_refused(tmp_path: Path) -> None:
         archives.unpack(many, tmp_path / "many")
     large = tar(tmp_path / "large.tar.gz", [member("libx.so"), member("liby.so")])
     with pytest.raises(SetupError, match="more than an engine has"):
-        archives.unpack(large, tmp_path / "large", most_bytes=10)
+        archives.unpack(large, tmp_path / "large", max_bytes=10)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def card(capability: str) -> Device:
 def found(device: Device, host: BuildHost | None = None, backend: str = "") -> list[BuildRecipe]:
     """Return all recipes of the chain, in order."""
     (recipe,) = recipes.recipes_for(device, host or assumed(device), backend)
-    return [recipe, *recipe.otherwise]
+    return [recipe, *recipe.alternatives]
 
 
 def index(recipe: BuildRecipe) -> str:

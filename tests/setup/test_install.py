@@ -286,7 +286,7 @@ def test_driver_versions_are_read_from_the_system(tmp_path: Path) -> None:
     file("usr/share/vulkan/icd.d/radeon.json", "{}")
     now = builds.drivers_now(tmp_path)
     assert "Linux 6.17;" in now
-    said = builds.stale(builds.Build("rocm", "rocm", "", "", "", drivers=before), now)
+    said = builds.why_stale(builds.Build("rocm", "rocm", "", "", "", drivers=before), now)
     assert "Vulkan " in said
     assert "ROCm" not in said
 

@@ -71,7 +71,7 @@ def test_rocm_is_used_if_it_is_faster_and_vulkan_if_no_speed_is_known() -> None:
     assert plain.backend == "vulkan"
     with_rocm = replace(assumed(halo), rocm=(7, 13))
     (told,) = recipes.recipes_for(halo, with_rocm, "", steps.Preferred("rocm", "it is faster"))
-    assert [made.backend for made in told.otherwise] == ["vulkan"]
+    assert [made.backend for made in told.alternatives] == ["vulkan"]
     assert (told.backend, told.name) == ("rocm", "rocm")
     assert "it is faster" in told.because
 
@@ -81,7 +81,7 @@ def test_for_a_card_without_graphics_rocm_is_the_first_choice() -> None:
     (recipe,) = recipes.recipes_for(
         instinct, assumed(instinct), "", steps.Preferred("vulkan", "it is faster")
     )
-    assert [made.backend for made in (recipe, *recipe.otherwise)] == ["rocm", "vulkan"]
+    assert [made.backend for made in (recipe, *recipe.alternatives)] == ["rocm", "vulkan"]
     assert "ROCm 7" in recipe.needs[0]
 
 
@@ -158,7 +158,7 @@ def test_vulkan_is_offered_for_cards_missing_in_the_table() -> None:
 def test_vulkan_is_compiled_as_the_second_choice_if_a_compiler_is_installed() -> None:
     arc = resolve("arc b580")
     (recipe,) = recipes.recipes_for(arc, replace(assumed(arc), glslc=True))
-    assert [made.title.rpartition(", ")[2] for made in (recipe, *recipe.otherwise)] == [
+    assert [made.title.rpartition(", ")[2] for made in (recipe, *recipe.alternatives)] == [
         "llama-cpp-python's own wheel",
         "compiled here",
     ]

@@ -151,10 +151,10 @@ def test_an_answer_that_is_no_release_is_an_error(damaged: Any) -> None:
 
 def test_a_version_points_to_the_release_with_the_archives() -> None:
     pointing = releases.read(answer(["nightly-tag.txt"], "v1.0.0"))
-    assert pointing.pointer is not None
-    assert releases.pointed("b12110\n") == "b12110"
+    assert pointing.tag_file is not None
+    assert releases.tag_in("b12110\n") == "b12110"
     with pytest.raises(SetupError):
-        releases.pointed("<html>")
+        releases.tag_in("<html>")
     assert releases.Release("b12110", (), "v1.0.0").title == "v1.0.0 (b12110)"
 
 

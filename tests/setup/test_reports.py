@@ -284,8 +284,8 @@ def wrong_numbers_after_an_update() -> None:
     """A build whose driver has changed since its trial must be tried again. `doctor` also compares
     ten tokens."""
     build = builds.Build("rocm", "rocm", "", "0.3.36", "2026-11-01", drivers="6.17.1; amdgpu 6.14")
-    assert not builds.stale(build, "6.17.1; amdgpu 6.14")
-    assert "localllm setup" in builds.stale(build, "6.18.0; amdgpu 6.14")
+    assert not builds.why_stale(build, "6.17.1; amdgpu 6.14")
+    assert "localllm setup" in builds.why_stale(build, "6.18.0; amdgpu 6.14")
     expected = build_check.ReferenceAnswer(Path(), tuple(range(10)), "H, I, J")
     garbage = {"gaps": [0.0, *[11.3] * 9], "text": "!!!!!!!!!!", "tokens": [0] * 10}
     assert "its tokens differ" in build_check.compare(expected, garbage).failure

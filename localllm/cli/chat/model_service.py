@@ -122,7 +122,7 @@ class LocalModelService:
         model, quant = describe(ref, self.catalog)
         workload = _workload(request)
         variants = planner.variants_of(device, model, workload, overrides=overrides)
-        plans = candidates.of_quant(variants, quant)
+        plans = candidates.plans_of_quant(variants, quant)
         if plans:
             lines = [*explain(plans[0], device, columns=columns)]
             prefilling = _prefilling(request)
@@ -189,7 +189,7 @@ class LocalModelService:
         return device_and_overrides
 
     def _device_now(self, machine: str, memory_gb: float) -> tuple[Device, Overrides]:
-        return candidates.machine_of(machine or None, memory_gb or None, self.catalog)
+        return candidates.device_and_overrides(machine or None, memory_gb or None, self.catalog)
 
     def _local_model(self, model: InstalledModel) -> LocalModel:
         for local in store.scan():

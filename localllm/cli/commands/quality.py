@@ -65,7 +65,7 @@ def quality(
     from localllm.cli.template_differences import tool_differences
     from localllm.errors import ModelFileError
     from localllm.library.resolve import resolve
-    from localllm.quants.verdict import more_exact
+    from localllm.quants.verdict import more_exact_file
 
     if against and kv:
         raise UsageError(
@@ -76,7 +76,7 @@ def quality(
     if against:
         reference = resolve(against)
     elif not kv:
-        reference = more_exact(model)
+        reference = more_exact_file(model)
     if tools and reference is None:
         raise UsageError(
             "--tools compares two templates, and no other file of the model is installed",

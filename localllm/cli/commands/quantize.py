@@ -65,7 +65,7 @@ def quantize(
     from localllm.cli.commands.pull import ProgressLine
     from localllm.library.resolve import resolve
     from localllm.quants.make import QuantRequest, make_quant
-    from localllm.quants.source import check_exact, imatrix_for, read_source, target_of
+    from localllm.quants.source import check_exact, imatrix_for, read_source, target_path
 
     local = resolve(ref)
     source = read_source(local)
@@ -73,7 +73,7 @@ def quantize(
     if not anyway:
         check_exact(source, quant)
     request = QuantRequest(
-        source, quant, target_of(local, quant, output), imatrix_for(local, imatrix)
+        source, quant, target_path(local, quant, output), imatrix_for(local, imatrix)
     )
     if not quiet:
         _print_matrix(request)

@@ -186,7 +186,7 @@ def lines(machine: Device, recipes: list[BuildRecipe]) -> list[str]:
         text_lines += _recipe_lines(recipe, "  ")
         text_lines += [f"    $ {step.command()}" for step in recipe.steps]
         text_lines += [f"    note: {note}" for note in recipe.notes]
-        for fallback in recipe.otherwise:
+        for fallback in recipe.alternatives:
             text_lines += _recipe_lines(fallback, "    ", "else ")
         if recipe.name != builds.OWN and not recipe.into_environment:
             text_lines.append("    else the installed build stays in use")
@@ -195,8 +195,8 @@ def lines(machine: Device, recipes: list[BuildRecipe]) -> list[str]:
 
 def _recipe_lines(recipe: BuildRecipe, indent: str, lead: str = "") -> list[str]:
     title = recipe.title
-    if recipe.takes:
-        title += f" ({recipe.takes})"
+    if recipe.effort:
+        title += f" ({recipe.effort})"
     needs = [f"{indent}  needs {need}" for need in recipe.needs]
     return [f"{indent}{lead}{title}", f"{indent}  because {recipe.because}", *needs]
 
@@ -229,7 +229,9 @@ def _machine_and_host(name: str) -> tuple[Device, BuildHost]:
     if name:
         simulated = resolve(name)
         return simulated, host.assumed(simulated)
-    return hardware(), host.read(query_build(builds.plain()).accelerators or ("cpu",))
+    return hardware(), host.read(
+        query_build(builds.own_build_environment()).accelerators or ("cpu",)
+    )
 
 
 def _set_up(
@@ -264,7 +266,7 @@ def _set_up(
 
     for recipe in recipes:
         if recipe.into_environment:
-            _print_progress(f"{recipe.title} ({recipe.takes})")
+            _print_progress(f"{recipe.title} ({recipe.effort})")
             install.make_in_environment(recipe, _print_progress)
             _print_progress("MLX works")
         else:

@@ -72,7 +72,7 @@ class PlanQuery(NamedTuple):
         model = next(iter(candidates.media_readers([model], overrides)), model)
         (model,) = with_losses([model])
         variants = planner.variants_of(machine, model, workload, overrides=overrides)
-        plans = candidates.of_quant(variants, quant)
+        plans = candidates.plans_of_quant(variants, quant)
         if not plans:
             reason = dict(overrides.too_new).get(model.id, "")
             raise ModelNotFoundError(

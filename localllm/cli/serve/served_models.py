@@ -224,7 +224,7 @@ class ServedModels:
     def _planner(self, local: LocalModel, settings: Settings) -> Callable[[int], PlannedModel]:
         def plan(spare_bytes: int) -> PlannedModel:
             return planned_model(
-                make_load_plan(local, settings, "coding", of=2, spare_bytes=spare_bytes)
+                make_load_plan(local, settings, "coding", n_models=2, spare_bytes=spare_bytes)
             )
 
         return plan

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 from pydantic import ConfigDict, Field
 
 from localllm.errors import RequestError, UnsupportedError
-from localllm.grammars.closed_objects import closed
+from localllm.grammars.closed_objects import with_closed_objects
 from localllm.grammars.json_schema import convert_schema
 from localllm.json_limits import TooManyContainersError, TooManyValuesError, check_counts
 from localllm.server.dialects.known import FORMS, BodyPart, Refused, Shape
@@ -60,7 +60,7 @@ def of_schema(
         return None
     if not strict:
         return "loose_schema", json.dumps(schema)
-    text = json.dumps(closed(schema))
+    text = json.dumps(with_closed_objects(schema))
     try:
         convert_schema(json.loads(text))  # also for an answer of no tokens
     except UnsupportedError as e:
