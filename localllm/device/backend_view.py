@@ -160,7 +160,8 @@ def _same_card(name: str, description: str) -> bool:
     Example: "Radeon RX 7900 XTX" and "AMD Radeon RX 7900 XTX (RADV NAVI31)".
     """
     short, long = sorted(
-        (f"{parts_table.plain(name)} ", f"{parts_table.plain(description)} "), key=len
+        (f"{parts_table.normalised_name(name)} ", f"{parts_table.normalised_name(description)} "),
+        key=len,
     )
     return long.startswith(short)
 
@@ -174,7 +175,7 @@ def _card(device: Device, gpu: ggml.GgmlDevice) -> Device:
         device,
         name=gpu.description or gpu.name,
         memory=usable.vram(total_bytes, used_bytes, 0, f"llama.cpp ({gpu.backend})"),
-        **parts_table.facts(row),
+        **parts_table.device_fields(row),
     )
     if row is None:
         bandwidth = parts_table.bandwidth_of_similar("", "", total_bytes)

@@ -16,7 +16,7 @@ from localllm.device.ram import NO_RAM, StatedRam
 from localllm.device.types import GIB, Accelerator, Basis, DeviceKind, Figure
 
 # Words that drivers, shops or people add to a part's name or leave out.
-_NOISE = re.compile(
+_DECORATION = re.compile(
     r"\((?:tm|r|c)\)|™|®|\bnvidia\b|\bamd\b|\bintel\b|\bgraphics\b|\bgpu\b", re.IGNORECASE
 )
 
@@ -83,8 +83,8 @@ def rows() -> tuple[DeviceRow, ...]:
 def _entries() -> list[dict[str, Any]]:
     import tomllib
 
-    found: list[dict[str, Any]] = tomllib.loads(FILE.read_text(encoding="utf-8"))["device"]
-    return found
+    entries: list[dict[str, Any]] = tomllib.loads(FILE.read_text(encoding="utf-8"))["device"]
+    return entries
 
 
 def _row(entry: dict[str, Any]) -> DeviceRow:
@@ -97,12 +97,12 @@ def _row(entry: dict[str, Any]) -> DeviceRow:
     return DeviceRow(**fields)
 
 
-def plain(name: str) -> str:
+def normalised_name(name: str) -> str:
     """Normalise a reported name, so that the spellings of two drivers compare equal.
 
     Vendor, trademark signs and case are removed.
     """
-    return " ".join(_NOISE.sub(" ", name.lower()).replace("-", " ").split())
+    return " ".join(_DECORATION.sub(" ", name.lower()).replace("-", " ").split())
 
 
 def by_gpu_name(
@@ -117,42 +117,42 @@ def by_gpu_name(
     The longest match on word boundaries wins. "RTX 5090" is inside "RTX 5090 Laptop GPU", which has
     half the bandwidth.
     """
-    wanted = plain(name)
+    reported_name = normalised_name(name)
     # nvidia-smi's table truncates names, so a laptop's GPU looks like a desktop's.
-    if wanted.endswith("..."):
+    if reported_name.endswith("..."):
         return None
-    found: list[tuple[str, DeviceRow]] = []
+    matches: list[tuple[str, DeviceRow]] = []
     for row in rows():
-        keys = [plain(name) for name in row.names]
-        found += [(key, row) for key in keys if _is_in(key, wanted)]
-    longest = max((key for key, _ in found), key=len, default="")
-    if not _OTHER_PART.isdisjoint(wanted.replace(longest, " ", 1).split()):
+        keys = [normalised_name(name) for name in row.names]
+        matches += [(key, row) for key in keys if _contains_name(key, reported_name)]
+    longest = max((key for key, _ in matches), key=len, default="")
+    if not _OTHER_PART_WORDS.isdisjoint(reported_name.replace(longest, " ", 1).split()):
         return None
-    best = [row for key, row in found if len(key) == len(longest)]
+    longest_matches = [row for key, row in matches if len(key) == len(longest)]
     if bandwidth_gbps is not None:
-        best.sort(key=lambda row: abs((row.bandwidth_gbps or 0.0) - bandwidth_gbps))
-    return nearest_memory(best, memory_bytes)
+        longest_matches.sort(key=lambda row: abs((row.bandwidth_gbps or 0.0) - bandwidth_gbps))
+    return nearest_memory(longest_matches, memory_bytes)
 
 
 def is_named(row: DeviceRow, name: str) -> bool:
     """Return True if a reported name contains one of the row's driver names."""
-    wanted = plain(name)
-    return any(_is_in(plain(key), wanted) for key in row.names)
+    reported_name = normalised_name(name)
+    return any(_contains_name(normalised_name(key), reported_name) for key in row.names)
 
 
-def _is_in(key: str, wanted: str) -> bool:
+def _contains_name(name: str, reported_name: str) -> bool:
     """Return True if a name is in a reported name, on word boundaries.
 
     A desktop GPU's name never matches a laptop GPU.
     """
-    if not key or not re.search(rf"(?<![\w]){re.escape(key)}(?![\w])", wanted):
+    if not name or not re.search(rf"(?<![\w]){re.escape(name)}(?![\w])", reported_name):
         return False
-    return "laptop" in key.split() or "laptop" not in wanted.split()
+    return "laptop" in name.split() or "laptop" not in reported_name.split()
 
 
 # If one of these words follows a known name, the longer name is another part ("RTX 4070" in "RTX
 # 4070 Ti").
-_OTHER_PART = {
+_OTHER_PART_WORDS = {
     "ti",
     "super",
     "xt",
@@ -170,23 +170,23 @@ _OTHER_PART = {
 }
 
 
-def nearest_memory(found: Iterable[DeviceRow], memory_bytes: int | None) -> DeviceRow | None:
+def nearest_memory(rows_of_name: Iterable[DeviceRow], memory_bytes: int | None) -> DeviceRow | None:
     """Return the row with the nearest memory size, from rows with the same name.
 
     Returns None if `memory_bytes` is known and no row is within 10 %.
     """
-    candidates = list(found)
+    candidates = list(rows_of_name)
     if not candidates:
         return None
     sized = [row for row in candidates if row.memory_gb]
     if memory_bytes is None or not sized:
         return candidates[0]
 
-    def off(row: DeviceRow) -> float:
+    def relative_error(row: DeviceRow) -> float:
         return min(abs(gb * GIB - memory_bytes) / (gb * GIB) for gb in row.memory_gb)
 
-    nearest = min(sized, key=off)
-    if off(nearest) <= 0.10:
+    nearest = min(sized, key=relative_error)
+    if relative_error(nearest) <= 0.10:
         return nearest
     return None
 
@@ -198,18 +198,18 @@ def by_chip(chip: str, gpu_cores: int | None, memory_bytes: int | None = None) -
     with that much memory is chosen. If several bins are, the one with the lowest bandwidth is
     chosen.
     """
-    found = [row for row in rows() if row.chip == chip]
-    exact = [row for row in found if row.compute_units == gpu_cores]
+    bins = [row for row in rows() if row.chip == chip]
+    exact = [row for row in bins if row.compute_units == gpu_cores]
     if exact:
         return nearest_memory(exact, memory_bytes) or exact[0]
     if gpu_cores is not None:
         # This bin is not listed. All bins of the chip must have the same bandwidth to use a row.
-        if len({row.bandwidth_gbps for row in found}) == 1:
-            return found[0]
+        if len({row.bandwidth_gbps for row in bins}) == 1:
+            return bins[0]
         return None
     if memory_bytes is not None:
-        found = [row for row in found if nearest_memory([row], memory_bytes)] or found
-    return min(found, key=lambda row: row.bandwidth_gbps or 0.0, default=None)
+        bins = [row for row in bins if nearest_memory([row], memory_bytes)] or bins
+    return min(bins, key=lambda row: row.bandwidth_gbps or 0.0, default=None)
 
 
 @cache
@@ -218,24 +218,26 @@ def by_cpu(cpu: str) -> DeviceRow | None:
 
     The comparison ignores case.
     """
-    wanted = " ".join(cpu.lower().split())
-    found: list[tuple[int, DeviceRow]] = []
+    cpu_name = " ".join(cpu.lower().split())
+    matches: list[tuple[int, DeviceRow]] = []
     for row in rows():
-        found += [(len(part), row) for part in row.cpu if _cpu_part(part, wanted)]
-    if not found:
+        matches += [(len(part), row) for part in row.cpu if _is_cpu_part(part, cpu_name)]
+    if not matches:
         return None
-    _, row = max(found, key=itemgetter(0))
+    _, row = max(matches, key=itemgetter(0))
     return row
 
 
-def _cpu_part(part: str, wanted: str) -> bool:
+def _is_cpu_part(part: str, cpu_name: str) -> bool:
     # Windows omits the dashes: "Snapdragon(R) X2 Elite Extreme - X2E96100 - Qualcomm(R) Oryon(TM)
     # CPU".
     for dash in ("-", "", " "):
-        known = part.lower().replace("-", dash)
+        spelling = part.lower().replace("-", dash)
         # Most parts are not in the name at all. The `in` check finds that out faster than a
         # pattern.
-        if known in wanted and re.search(rf"(?<![\w]){re.escape(known)}(?![\w+])", wanted):
+        if spelling in cpu_name and re.search(
+            rf"(?<![\w]){re.escape(spelling)}(?![\w+])", cpu_name
+        ):
             return True
     return False
 
@@ -247,12 +249,12 @@ def by_pci(
 
     A row with a revision matches only that revision.
     """
-    full = f"{vendor}:{device}:{revision}".lower()
-    short = f"{vendor}:{device}".lower()
-    found = [row for row in rows() if full in row.pci or short in row.pci]
-    if len(found) == 1:
-        return found[0]
-    return nearest_memory(found, memory_bytes)
+    with_revision = f"{vendor}:{device}:{revision}".lower()
+    without_revision = f"{vendor}:{device}".lower()
+    matches = [row for row in rows() if with_revision in row.pci or without_revision in row.pci]
+    if len(matches) == 1:
+        return matches[0]
+    return nearest_memory(matches, memory_bytes)
 
 
 def bandwidth_of_similar(vendor: str, architecture: str, memory_bytes: int) -> Figure:
@@ -267,22 +269,24 @@ def bandwidth_of_similar(vendor: str, architecture: str, memory_bytes: int) -> F
         major, _, _ = architecture.rpartition(".")
         generation = f"{major}."
     if generation:
-        own = [row for row in cards if row.compute_capability.startswith(generation)]
-        cards = own or cards
+        own_generation = [row for row in cards if row.compute_capability.startswith(generation)]
+        cards = own_generation or cards
 
-    def off(row: DeviceRow) -> float:
+    def size_distance(row: DeviceRow) -> float:
         return min(abs(math.log(gb * GIB / memory_bytes)) for gb in row.memory_gb)
 
-    nearest = min(off(row) for row in cards)
-    found = [row.bandwidth().value for row in cards if off(row) <= nearest + _MEMORY_TOLERANCE]
-    lowest = min(found)
-    source = f"cards of this size have {lowest:g} to {max(found):g} GB/s"
-    return Figure(lowest, "assumed", source)
+    nearest = min(size_distance(row) for row in cards)
+    similar_gbps = [
+        row.bandwidth().value for row in cards if size_distance(row) <= nearest + _MEMORY_TOLERANCE
+    ]
+    lowest_gbps = min(similar_gbps)
+    source = f"cards of this size have {lowest_gbps:g} to {max(similar_gbps):g} GB/s"
+    return Figure(lowest_gbps, "assumed", source)
 
 
-def slowest(found: Iterable[DeviceRow]) -> Figure:
+def slowest(candidates: Iterable[DeviceRow]) -> Figure:
     """Return the lowest bandwidth of these rows, for an unlisted machine of the same kind."""
-    row = min(found, key=lambda row: row.bandwidth().value)
+    row = min(candidates, key=lambda row: row.bandwidth().value)
     return replace(row.bandwidth(), basis="assumed", source=f"the slowest has: {row.name}")
 
 
@@ -290,7 +294,7 @@ def slowest(found: Iterable[DeviceRow]) -> Figure:
 _MEMORY_TOLERANCE = 0.1
 
 
-def facts(row: DeviceRow | None) -> dict[str, Any]:
+def device_fields(row: DeviceRow | None) -> dict[str, Any]:
     """Return the Device fields that come from its row.
 
     They are dense FP16, FP8 and FP4 TFLOP/s, the compute units, and the row's name.
@@ -304,15 +308,15 @@ def facts(row: DeviceRow | None) -> dict[str, Any]:
     if row is None:
         unknown = dict.fromkeys(("fp16_tflops", "fp8_tflops", "fp4_tflops"))
         return {**unknown, "compute_units": 0, "match": ""}
-    fp16 = _listed(row, row.fp16_tflops)
-    fp8 = _listed(row, row.fp8_tflops)
-    fp4 = _listed(row, row.fp4_tflops)
+    fp16 = _published_figure(row, row.fp16_tflops)
+    fp8 = _published_figure(row, row.fp8_tflops)
+    fp4 = _published_figure(row, row.fp4_tflops)
     if row.family in ("GB10", "N1X") and fp4 is not None:
         rule = f"FP4 dense {fp4.value:g} halved per doubling of the operand"
         fp8 = fp8 or Figure(fp4.value / 2, "derived", rule)
         fp16 = fp16 or Figure(fp4.value / 4, "derived", rule)
     return {
-        "fp16_tflops": fp16 or _in_proportion(row),
+        "fp16_tflops": fp16 or _scaled_figure(row),
         "fp8_tflops": fp8,
         "fp4_tflops": fp4,
         "compute_units": row.compute_units,
@@ -320,26 +324,30 @@ def facts(row: DeviceRow | None) -> dict[str, Any]:
     }
 
 
-def _listed(row: DeviceRow, tflops: float | None) -> Figure | None:
+def _published_figure(row: DeviceRow, tflops: float | None) -> Figure | None:
     if tflops is None:
         return None
     return Figure(tflops, row.compute_basis, row.source)
 
 
-def _in_proportion(row: DeviceRow) -> Figure | None:
+def _scaled_figure(row: DeviceRow) -> Figure | None:
     """Scale the published FP16 rate of the family's largest part by compute units.
 
     Returns None if the family's chips do not have the same architecture.
     """
     if not row.compute_units or row.family not in _ONE_ARCHITECTURE:
         return None
-    published = [r for r in rows() if r.family == row.family and r.fp16_tflops and r.compute_units]
+    published = [
+        other
+        for other in rows()
+        if other.family == row.family and other.fp16_tflops and other.compute_units
+    ]
     sibling = max(published, key=attrgetter("compute_units"), default=None)
     if sibling is None or sibling.fp16_tflops is None:
         return None
     value = sibling.fp16_tflops * row.compute_units / sibling.compute_units
-    known = f"{sibling.name}'s {sibling.fp16_tflops:g} TFLOP/s"
-    return Figure(round(value, 1), "derived", f"{known} in proportion to compute units")
+    rate_text = f"{sibling.name}'s {sibling.fp16_tflops:g} TFLOP/s"
+    return Figure(round(value, 1), "derived", f"{rate_text} in proportion to compute units")
 
 
 _ONE_ARCHITECTURE = {

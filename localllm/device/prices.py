@@ -19,8 +19,8 @@ def machines_up_to(usd: float) -> list[tuple[Price, Device]]:
     """Return the machines that cost at most `usd`, cheapest first, with their memory of that
     price."""
     rows = {row.name: row for row in parts_table.rows()}
-    found = []
+    priced = []
     for price in sorted(prices(), key=lambda price: (price.usd, price.machine)):
         if price.usd <= usd:
-            found.append((price, simulate(rows[price.machine], price.memory_gb, [])))
-    return found
+            priced.append((price, simulate(rows[price.machine], price.memory_gb, [])))
+    return priced

@@ -44,9 +44,9 @@ def typed_form(name: str) -> str:
     text = _CLOCK.sub(" ", text)
     text = _X86.sub("x86", text)
     text = _SNAPDRAGON.sub(r"snapdragon \1-\2-\3", text)
-    found = _GRAPHICS.search(text)
-    if found and _has_graphics(text[: found.start()], found[1]):
-        text = text[: found.start()] + text[found.end() :]
+    match = _GRAPHICS.search(text)
+    if match and _has_graphics(text[: match.start()], match[1]):
+        text = text[: match.start()] + text[match.end() :]
     return text
 
 
@@ -56,9 +56,9 @@ def _has_graphics(processor: str, graphics: str) -> bool:
     if row is None:
         rows, _ = lookup.find(name_parser.read(processor))
         row = next(iter(rows), None)
-    named = parts_table.plain(graphics)
-    if named in _ANY_GRAPHICS or named == "radeon vega":
+    plain_name = parts_table.normalised_name(graphics)
+    if plain_name in _ANY_GRAPHICS or plain_name == "radeon vega":
         return row is not None or cpus.processor_called(processor) is not None
     if row is None:
         return False
-    return any(parts_table.plain(name) == named for name in row.names)
+    return any(parts_table.normalised_name(name) == plain_name for name in row.names)

@@ -20,18 +20,18 @@ def processor_checks(device: Device, build: GgmlBuild | None) -> list[HealthChec
     """
     if build is None or build.failure or build.gpus:
         return []
-    compiled = build.features.get("CPU", {})
-    if not compiled:
+    build_features = build.features.get("CPU", {})
+    if not build_features:
         return []
     name = "llama.cpp CPU code"
-    wanted = list(_FEATURES.get(device.cpu_vectors, ()))
+    wanted_features = list(_FEATURES.get(device.cpu_vectors, ()))
     if device.os == "Linux":
-        wanted.append("OPENMP")
-    missing = [feature for feature in wanted if compiled.get(feature, "0") == "0"]
+        wanted_features.append("OPENMP")
+    missing = [feature for feature in wanted_features if build_features.get(feature, "0") == "0"]
     if not missing:
-        if not wanted:
+        if not wanted_features:
             return []
-        return [HealthCheck(name, "ok", f"compiled with {', '.join(wanted)}")]
+        return [HealthCheck(name, "ok", f"compiled with {', '.join(wanted_features)}")]
     message = (
         f"the installed llama.cpp does not use {', '.join(missing)} of this machine: compiled here, "
         "it computes prompts faster (with a C++ compiler, some minutes)"

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from localllm.device.types import Basis, Figure
 
 # MT/s if only the kind was stated: JEDEC's usual rates.
-_USUAL_RATES = {"ddr3": 1600, "ddr4": 3200, "ddr5": 4800, "lpddr4x": 4267, "lpddr5": 6400}
-_USUAL_RATES["lpddr5x"] = 7500
+_USUAL_MT_S = {"ddr3": 1600, "ddr4": 3200, "ddr5": 4800, "lpddr4x": 4267, "lpddr5": 6400}
+_USUAL_MT_S["lpddr5x"] = 7500
 _CHANNEL_BYTES = 8
 
 
@@ -27,13 +27,13 @@ class StatedRam(NamedTuple):
     rate: int = 0
     channels: int = 0
 
-    def with_more(self, more: StatedRam) -> StatedRam:
+    def with_more(self, newer: StatedRam) -> StatedRam:
         """Merge two statements about the same memory."""
         return StatedRam(
-            self.size_gb or more.size_gb,
-            more.kind or self.kind,
-            more.rate or self.rate,
-            more.channels or self.channels,
+            self.size_gb or newer.size_gb,
+            newer.kind or self.kind,
+            newer.rate or self.rate,
+            newer.channels or self.channels,
         )
 
     def bandwidth(self, kinds: Sequence[str], channels: int, *, known: bool = True) -> Figure:
@@ -43,17 +43,21 @@ class StatedRam(NamedTuple):
         basis is "given" if the rate was stated, and "derived" if a `known` part leaves no choice.
         Otherwise it is "assumed", and the source lists the rates of the other kinds.
         """
-        rest = f"{self.kind}-{_USUAL_RATES.get(self.kind, _OLDEST_RATE)}"
-        begins = f"{self.kind}-" if self.kind else ""
-        usual = next((kind for kind in kinds if kind.lower().startswith(begins)), rest)
-        kind, _, made_for = usual.rpartition("-")
-        rate = self.rate or int(made_for)
-        n = self.channels or channels
-        others = [] if self.kind or self.rate else list(kinds[1:])
-        basis_text = f"{_COUNTED.get(n, f'{n} channels')} of {kind.upper()}-{rate}"
-        for other in others:
-            basis_text += f"; {_gbps(int(other.rpartition('-')[2]), n):g} GB/s if it is {other}"
-        is_certain = known and not others and usual in kinds
+        fallback_kind = f"{self.kind}-{_USUAL_MT_S.get(self.kind, _OLDEST_MT_S)}"
+        prefix = f"{self.kind}-" if self.kind else ""
+        usual_kind = next(
+            (kind for kind in kinds if kind.lower().startswith(prefix)), fallback_kind
+        )
+        kind, _, usual_rate = usual_kind.rpartition("-")
+        rate = self.rate or int(usual_rate)
+        n_channels = self.channels or channels
+        other_kinds = [] if self.kind or self.rate else list(kinds[1:])
+        basis_text = (
+            f"{_CHANNELS_TEXT.get(n_channels, f'{n_channels} channels')} of {kind.upper()}-{rate}"
+        )
+        for other_kind in other_kinds:
+            basis_text += f"; {_gbps(int(other_kind.rpartition('-')[2]), n_channels):g} GB/s if it is {other_kind}"
+        is_certain = known and not other_kinds and usual_kind in kinds
         basis: Basis
         if self.rate:
             basis = "given"
@@ -61,15 +65,15 @@ class StatedRam(NamedTuple):
             basis = "derived"
         else:
             basis = "assumed"
-        return Figure(_gbps(rate, n), basis, basis_text)
+        return Figure(_gbps(rate, n_channels), basis, basis_text)
 
 
-_COUNTED = {1: "one channel", 2: "two channels"}
-_OLDEST_RATE = 800
+_CHANNELS_TEXT = {1: "one channel", 2: "two channels"}
+_OLDEST_MT_S = 800
 
 
-def _gbps(rate: int, channels: int) -> float:
-    return round(rate * channels * _CHANNEL_BYTES / 1000, 3)
+def _gbps(megatransfers_s: int, channels: int) -> float:
+    return round(megatransfers_s * channels * _CHANNEL_BYTES / 1000, 3)
 
 
 # No statement about system memory.

@@ -11,15 +11,17 @@ from localllm.device.types import Readings
 _IDENTIFIERS = re.compile(r"""(?i)((?:serial|uuid|asset_tag)[\w-]*"?\s*[=:]\s*"?)[^"\n,}]+""")
 
 
-def recorded(readings: Readings, machine: str, source: str, checks: Sequence[str] = ()) -> str:
+def recording_text(
+    readings: Readings, machine: str, source: str, checks: Sequence[str] = ()
+) -> str:
     """Return the text. `checks` are lines from `doctor`, added as comments."""
-    head = [
+    header = [
         f"# machine: {machine}",
         f"# source: {source}",
         f"# system: {readings.system} {readings.architecture}",
     ]
-    head += [f"#   {line}".rstrip() for line in checks]
+    header += [f"#   {line}".rstrip() for line in checks]
     sections = [("file", path, text) for path, text in readings.files.items()]
     sections += [("output", name, text) for name, text in readings.outputs.items()]
     body = [f"=== {kind} {name}\n{text.rstrip()}" for kind, name, text in sections]
-    return _IDENTIFIERS.sub(r"\1removed", "\n".join([*head, *body, ""]))
+    return _IDENTIFIERS.sub(r"\1removed", "\n".join([*header, *body, ""]))

@@ -17,14 +17,14 @@ from localllm.memory.account import with_released
 
 # Share of a card's nominal memory that software sees: 31.84 of 32 GiB on an RTX 5090, 79.65 of 80
 # GiB on an H100.
-_VRAM_VISIBLE = 0.995
+_VISIBLE_VRAM_SHARE = 0.995
 # GB10: MemTotal is 127600748 kB of 128 GiB. Jetson: 15.3 of 16 GiB on an Orin NX
 # (https://github.com/Andyyyy64/whichllm/pull/165).
-_VISIBLE = {"GB10": 127_600_748 * 1024 / (128 * GIB), "N1X": 0.95, "Jetson": 15.3 / 16}
+_VISIBLE_SHARE = {"GB10": 127_600_748 * 1024 / (128 * GIB), "N1X": 0.95, "Jetson": 15.3 / 16}
 # Families of cards that drive no screen.
-_NO_SCREENS = ("workstation/datacenter", "Instinct")
+_WITHOUT_SCREENS = ("workstation/datacenter", "Instinct")
 # Strix and Gorgon Halo after the kernel's GTT limit is raised as advised: 110 GiB of 128.
-_HALO_REACH = 110 / 128
+_HALO_GTT_SHARE = 110 / 128
 
 
 @dataclass(slots=True)
@@ -48,19 +48,19 @@ class Computer:
 
 def simulate(
     row: DeviceRow,
-    gb: float | None,
+    size_gb: float | None,
     findings: list[Finding],
     *,
     given_memory: bool = False,
     bandwidth_gbps: float | None = None,
     ram: StatedRam = NO_RAM,
 ) -> Device:
-    """Return the Device for a table row with `gb` GiB of memory.
+    """Return the Device for a table row with `size_gb` GiB of memory.
 
     The Device starts with `findings`, then adds its own.
     """
-    if gb is None:
-        gb = 32.0
+    if size_gb is None:
+        size_gb = 32.0
         findings.append(
             Finding("warning", "its memory size is not in the table; assumed 32 GB", "--memory GB")
         )
@@ -69,63 +69,72 @@ def simulate(
         bandwidth = Figure(bandwidth_gbps, "given", "--bandwidth")
     if row.chip.startswith("Apple A19"):
         findings.append(Finding("info", "for planning only: localllm does not run on an iPhone"))
-    memory, stated = _memory(row, gb)
+    memory, memory_findings = _memory(row, size_gb)
     if given_memory:
         memory = replace(memory, basis="given", source="--memory")
-    title = row.name
-    if re.findall(r"([0-9.]+)\s?GB", title) != [f"{gb:g}"]:
-        title += f" {gb:g} GB"
+    name = row.name
+    if re.findall(r"([0-9.]+)\s?GB", name) != [f"{size_gb:g}"]:
+        name += f" {size_gb:g} GB"
     return Device(
-        name=title,
+        name=name,
         kind=row.kind,
         accelerator=row.accelerator,
         family=row.family,
         memory=memory,
         bandwidth_gbps=bandwidth,
-        **parts_table.facts(row),
+        **parts_table.device_fields(row),
         compute_capability=row.compute_capability,
         simulated=True,
-        findings=(*findings, *stated),
+        findings=(*findings, *memory_findings),
         cpu=row.cpu[0] if row.cores and row.cpu else "",
         n_cpu_cores=row.cores,
         cpu_vectors=row.vectors,
     )
 
 
-def _memory(row: DeviceRow, gb: float) -> tuple[Memory, list[Finding]]:
+def _memory(row: DeviceRow, size_gb: float) -> tuple[Memory, list[Finding]]:
     """Return the memory that an idle machine of this kind offers, and findings on the
     assumptions."""
-    installed = int(gb * GIB)
+    installed_bytes = int(size_gb * GIB)
     if row.accelerator == "metal":
-        limit = usable.mac_current(installed)
+        limit_bytes = usable.mac_current(installed_bytes)
         source = "the share of RAM that macOS 26 gives the GPU"
-        older = "the GPU's share of RAM is that of macOS 26; macOS 15 gives 2/3 to 3/4"
-        return Memory(installed, limit, limit, "assumed", source), [Finding("info", older)]
+        message = "the GPU's share of RAM is that of macOS 26; macOS 15 gives 2/3 to 3/4"
+        return Memory(installed_bytes, limit_bytes, limit_bytes, "assumed", source), [
+            Finding("info", message)
+        ]
     if row.kind == "discrete":
-        visible = int(installed * _VRAM_VISIBLE)
-        source = f"{gb:g} GB, of which 99.5 % shows"
-        screens = not row.family.startswith(_NO_SCREENS)
-        return usable.described_card(visible, source, screens=screens), []
-    fix = f"ttm.pages_limit={usable.gtt_pages_advised(installed)}"
+        visible_bytes = int(installed_bytes * _VISIBLE_VRAM_SHARE)
+        source = f"{size_gb:g} GB, of which 99.5 % shows"
+        screens = not row.family.startswith(_WITHOUT_SCREENS)
+        return usable.described_card(visible_bytes, source, screens=screens), []
+    fix = f"ttm.pages_limit={usable.gtt_pages_advised(installed_bytes)}"
     if "Halo" in row.family:
-        limit = int(installed * _HALO_REACH)
+        limit_bytes = int(installed_bytes * _HALO_GTT_SHARE)
         raised = "assumes the GTT limit is raised (Linux gives half by default)"
         source = "GTT raised: 110 of 128 GiB"
-        memory = Memory(installed, limit, limit, "assumed", source, installed - limit)
+        memory = Memory(
+            installed_bytes,
+            limit_bytes,
+            limit_bytes,
+            "assumed",
+            source,
+            installed_bytes - limit_bytes,
+        )
         return memory, [Finding("info", raised, fix)]
     if row.vendor == "AMD":
-        memory = usable.described_pool(installed, "half of it for the GPU")
+        memory = usable.described_pool(installed_bytes, "half of it for the GPU")
         half = "the system lets the GPU use half of the memory"
-        return replace(memory, limit_bytes=installed // 2), [Finding("info", half, fix)]
+        return replace(memory, limit_bytes=installed_bytes // 2), [Finding("info", half, fix)]
     source = "the memory that the system reports, less its reserve"
-    if row.family not in _VISIBLE:
-        return usable.described_pool(installed, source), []
-    visible = int(installed * _VISIBLE[row.family])
-    memory = usable.described_pool(visible, source, headless=True)
+    if row.family not in _VISIBLE_SHARE:
+        return usable.described_pool(installed_bytes, source), []
+    visible_bytes = int(installed_bytes * _VISIBLE_SHARE[row.family])
+    memory = usable.described_pool(visible_bytes, source, headless=True)
     return replace(memory, basis="datasheet"), []
 
 
-def by_figures(name: str, memory_gb: float, bandwidth_gbps: float) -> Device:
+def device_by_figures(name: str, memory_gb: float, bandwidth_gbps: float) -> Device:
     """Return the Device for a machine that is in no table, described by its two figures.
 
     It is planned as one pool of system memory.
@@ -158,20 +167,20 @@ def without_card(
     cpu = computer.cpu or USUAL_PROCESSOR
     ram = computer.ram
     findings = list(computer.findings)
-    gb = memory_gb or ram.size_gb
-    if gb is None:
-        gb = 32.0
+    size_gb = memory_gb or ram.size_gb
+    if size_gb is None:
+        size_gb = 32.0
         findings.append(
             Finding("info", "its memory size was not given; assumed 32 GB", "--memory GB")
         )
     memory = usable.described_pool(
-        int(gb * GIB), "the given memory, less the memory reserved for the system"
+        int(size_gb * GIB), "the given memory, less the memory reserved for the system"
     )
     bandwidth = cpu.bandwidth(ram)
     if bandwidth_gbps is not None:
         bandwidth = Figure(bandwidth_gbps, "given", "--bandwidth")
     return Device(
-        name=f"{cpu.name} {gb:g} GB",
+        name=f"{cpu.name} {size_gb:g} GB",
         kind="system",
         accelerator="cpu",
         family="CPU",
@@ -186,7 +195,7 @@ def without_card(
     )
 
 
-def together(devices: list[Device]) -> Device:
+def one_computer(devices: list[Device]) -> Device:
     """Combine cards of one or several kinds into one computer.
 
     Raises UsageError if several devices are given and one is a complete machine, or if their
@@ -201,16 +210,17 @@ def together(devices: list[Device]) -> Device:
             f"cards of {' and '.join(kinds)} can't share a "
             "model, because one engine must run on all of them"
         )
-    found = list(chain.from_iterable(device.cards or (device,) for device in devices))
-    if len(found) == 1:
-        return found[0]
+    all_cards = list(chain.from_iterable(device.cards or (device,) for device in devices))
+    if len(all_cards) == 1:
+        return all_cards[0]
     findings = tuple(dict.fromkeys(chain.from_iterable(device.findings for device in devices)))
     # One of the cards drives the screens, but the description does not name it. We assume the last
     # card, which a model would use last.
-    found[:-1] = [
-        replace(c, memory=with_released(c.memory, c.memory.others_bytes)) for c in found[:-1]
+    all_cards[:-1] = [
+        replace(card, memory=with_released(card.memory, card.memory.others_bytes))
+        for card in all_cards[:-1]
     ]
-    return replace(cards.combined(cards.numbered(found)), findings=findings)
+    return replace(cards.combined(cards.numbered(all_cards)), findings=findings)
 
 
 def with_host(device: Device, computer: Computer) -> Device:
@@ -223,11 +233,11 @@ def with_host(device: Device, computer: Computer) -> Device:
         device = replace(device, name=f"{cpu.name}: {device.name}")
     if ram.size_gb is None or device.kind != "discrete":
         return device
-    size = int(ram.size_gb * GIB)
+    size_bytes = int(ram.size_gb * GIB)
     host = usable.described_pool(
-        size, "the given memory, less the memory reserved for the system", device.os
+        size_bytes, "the given memory, less the memory reserved for the system", device.os
     )
-    figure = device.host_bandwidth_gbps
-    if figure is None or device.simulated:
-        figure = (cpu or USUAL_PROCESSOR).bandwidth(ram)
-    return replace(device, host=replace(host, basis="given"), host_bandwidth_gbps=figure)
+    bandwidth = device.host_bandwidth_gbps
+    if bandwidth is None or device.simulated:
+        bandwidth = (cpu or USUAL_PROCESSOR).bandwidth(ram)
+    return replace(device, host=replace(host, basis="given"), host_bandwidth_gbps=bandwidth)

@@ -137,14 +137,14 @@ class Device:
 
         The pools are every card, and the system memory in addition to the cards.
         """
-        label = "this GPU" if self.kind == "discrete" else "this machine"
-        places = [(card.name, card.memory) for card in self.cards] or [(label, self.memory)]
+        name_here = "this GPU" if self.kind == "discrete" else "this machine"
+        pools = [(card.name, card.memory) for card in self.cards] or [(name_here, self.memory)]
         if self.kind == "discrete" and self.host is not None:
-            places.append(("system memory", self.host))
-        if len(places) == 1:
-            [(_, memory)] = places
+            pools.append(("system memory", self.host))
+        if len(pools) == 1:
+            [(_, memory)] = pools
             return [memory.account()]
-        return [f"{name}: {memory.account()}" for name, memory in places]
+        return [f"{name}: {memory.account()}" for name, memory in pools]
 
 
 class DeviceUnreadableError(
@@ -239,7 +239,9 @@ def _memory(memory: Memory | None) -> dict[str, Any] | None:
 def _rates(rates: MatrixRates | None) -> dict[str, Any] | None:
     if rates is None:
         return None
-    return {f.name: _figure(getattr(rates, f.name)) for f in fields(rates)}
+    return {
+        rate_field.name: _figure(getattr(rates, rate_field.name)) for rate_field in fields(rates)
+    }
 
 
 def _figure(figure: Figure | None) -> dict[str, Any] | None:

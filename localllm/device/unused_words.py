@@ -37,47 +37,49 @@ def unused_words(name: str, rows: Iterable[DeviceRow], cpu: Processor | None) ->
     `rows` are the parts, `cpu` is the processor. A number counts only if it names a part of the
     table.
     """
-    found = list(rows)
-    names = [_names(row) for row in found]
+    part_rows = list(rows)
+    names = [_all_names(row) for row in part_rows]
     if cpu is not None:
         names.append(f"{cpu.name} {cpu.line} {' '.join(cpu.brand)}")
-    own = _spelled(" ".join(names))
-    vendors = {row.vendor.split()[0] for row in found}
-    vendors |= {_vendors().get(word, "") for word in own}
-    typed = dict.fromkeys(name_parser.spelled(name))
-    unused = [word for word in typed if not _is_used(word, own, vendors)]
+    own_words = _words_of(" ".join(names))
+    vendors = {row.vendor.split()[0] for row in part_rows}
+    vendors |= {_vendors().get(word, "") for word in own_words}
+    typed_words = dict.fromkeys(name_parser.spelled(name))
+    unused = [word for word in typed_words if not _is_used(word, own_words, vendors)]
     # A laptop's card is another one than the desktop's.
-    if "laptop" in unused and all(row.kind != "discrete" for row in found):
+    if "laptop" in unused and all(row.kind != "discrete" for row in part_rows):
         unused.remove("laptop")
     return unused
 
 
-def _is_used(word: str, own: set[str], vendors: set[str]) -> bool:
+def _is_used(word: str, own_words: set[str], vendors: set[str]) -> bool:
     """Return False for a brand of a vendor that is not in `vendors`, and for a part's number (or
-    "laptop") that is not among the parts' `own` words."""
+    "laptop") that is not among the parts' `own_words` words."""
     vendor = _vendors().get(word)
     if vendor is not None:
         return vendor in vendors
-    return word in own or (word != "laptop" and word not in _numbers())
+    return word in own_words or (word != "laptop" and word not in _part_numbers())
 
 
-def _names(row: DeviceRow) -> str:
+def _all_names(row: DeviceRow) -> str:
     return " ".join((row.name, *row.names, *row.cpu, row.chip, row.family))
 
 
-def _spelled(text: str) -> set[str]:
+def _words_of(text: str) -> set[str]:
     return {*name_parser.spelled(text), *re.findall(r"[a-z0-9]+", text.lower())}
 
 
-_SHORT = re.compile(r"[0-9]{1,2}$")
+_SHORT_NUMBER = re.compile(r"[0-9]{1,2}$")
 
 
 @cache
-def _numbers() -> frozenset[str]:
+def _part_numbers() -> frozenset[str]:
     """Return the words with a digit that distinguish parts of the table."""
     words: set[str] = set()
     for row in parts_table.rows():
         if row.kind == "system":
             continue
-        words |= _spelled(re.sub(r"[0-9]+\s?GB", " ", _names(row)))
-    return frozenset(word for word in words if re.search(r"[0-9]", word) and not _SHORT.match(word))
+        words |= _words_of(re.sub(r"[0-9]+\s?GB", " ", _all_names(row)))
+    return frozenset(
+        word for word in words if re.search(r"[0-9]", word) and not _SHORT_NUMBER.match(word)
+    )

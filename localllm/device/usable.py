@@ -27,9 +27,9 @@ _MIN_MARGIN = 256 * MIB
 # (0.74-0.84 were seen: https://github.com/antirez/ds4/pull/893,
 # https://github.com/AlexsJones/llmfit/pull/754). If Metal cannot be queried, the older and smaller
 # share is the safe assumption.
-_MAC_SMALL = 2 / 3
-_MAC_LARGE = 3 / 4
-_MAC_SMALL_UP_TO = 36 * GIB
+_MAC_SMALL_SHARE = 2 / 3
+_MAC_LARGE_SHARE = 3 / 4
+_MAC_SMALL_MAX_BYTES = 36 * GIB
 
 
 # Assumed memory of an idle system, in addition to the headroom, and of a desktop on the card of its
@@ -49,11 +49,11 @@ def described_pool(
 
     The headroom is kept free. A machine with a desktop also keeps the memory of an idle `os`.
     """
-    keep = headroom_bytes(total_bytes)
+    system_bytes = headroom_bytes(total_bytes)
     if not headless:
-        keep += min(_IDLE_BYTES.get(os, _USUAL_IDLE_BYTES), int(_IDLE_SHARE * total_bytes))
-    limit = total_bytes - keep
-    return Memory(total_bytes, limit, limit, "assumed", source, keep)
+        system_bytes += min(_IDLE_BYTES.get(os, _USUAL_IDLE_BYTES), int(_IDLE_SHARE * total_bytes))
+    limit_bytes = total_bytes - system_bytes
+    return Memory(total_bytes, limit_bytes, limit_bytes, "assumed", source, system_bytes)
 
 
 def described_card(total_bytes: int, source: str, *, screens: bool) -> Memory:
@@ -61,10 +61,10 @@ def described_card(total_bytes: int, source: str, *, screens: bool) -> Memory:
 
     A card that drives `screens` also keeps memory for a desktop.
     """
-    desktop = 0
+    desktop_bytes = 0
     if screens:
-        desktop = min(_DESKTOP_BYTES, int(_DESKTOP_SHARE * total_bytes))
-    return replace(vram(total_bytes, desktop, 0, source), basis="datasheet")
+        desktop_bytes = min(_DESKTOP_BYTES, int(_DESKTOP_SHARE * total_bytes))
+    return replace(vram(total_bytes, desktop_bytes, 0, source), basis="datasheet")
 
 
 def margin_bytes(total_bytes: int) -> int:
@@ -81,16 +81,16 @@ def vram(total_bytes: int, used_bytes: int, reserved_bytes: int, source: str) ->
     `used_bytes` may include the driver's part or not (NVML's versions differ). It is never counted
     twice.
     """
-    limit = max(total_bytes - reserved_bytes, 0)
-    now = max(min(total_bytes - used_bytes, limit), 0)
+    limit_bytes = max(total_bytes - reserved_bytes, 0)
+    available_bytes = max(min(total_bytes - used_bytes, limit_bytes), 0)
     return Memory(
         total_bytes,
-        limit,
-        now,
+        limit_bytes,
+        available_bytes,
         "reported",
         source,
         reserved_bytes + margin_bytes(total_bytes),
-        limit - now,
+        limit_bytes - available_bytes,
     )
 
 
@@ -113,24 +113,24 @@ def mac(
     """
     basis: Basis = "reported"
     if working_set:
-        limit = working_set
+        limit_bytes = working_set
         source = "Metal recommendedMaxWorkingSetSize"
     elif wired_limit_mb and wired_limit_mb > 0:
-        limit = wired_limit_mb * MIB
+        limit_bytes = wired_limit_mb * MIB
         source = "sysctl iogpu.wired_limit_mb"
     else:
-        limit = mac_default(memory_bytes)
+        limit_bytes = mac_default(memory_bytes)
         basis = "assumed"
         source = "2/3 of RAM up to 36 GB, 3/4 above (older macOS)"
-    limit = min(limit, memory_bytes)
-    keep = headroom_bytes(memory_bytes)
-    others = 0
+    limit_bytes = min(limit_bytes, memory_bytes)
+    headroom = headroom_bytes(memory_bytes)
+    others_bytes = 0
     if available_now_bytes is not None:
-        others = max(memory_bytes - available_now_bytes, 0)
-    now = max(0, min(limit, memory_bytes - keep - others))
+        others_bytes = max(memory_bytes - available_now_bytes, 0)
+    available_bytes = max(0, min(limit_bytes, memory_bytes - headroom - others_bytes))
     if available_now_bytes is None and free is not None:
-        now = max(0, min(free, now))
-    return Memory(memory_bytes, limit, now, basis, source, keep, others)
+        available_bytes = max(0, min(free, available_bytes))
+    return Memory(memory_bytes, limit_bytes, available_bytes, basis, source, headroom, others_bytes)
 
 
 def mac_default(memory_bytes: int) -> int:
@@ -138,7 +138,7 @@ def mac_default(memory_bytes: int) -> int:
 
     This is the older rule, a lower bound.
     """
-    share = _MAC_SMALL if memory_bytes <= _MAC_SMALL_UP_TO else _MAC_LARGE
+    share = _MAC_SMALL_SHARE if memory_bytes <= _MAC_SMALL_MAX_BYTES else _MAC_LARGE_SHARE
     return int(memory_bytes * share)
 
 
@@ -155,8 +155,8 @@ def mac_current(memory_bytes: int) -> int:
     below = max(0, above - 1)
     if not sizes[0] < gib < sizes[-1]:
         return int(memory_bytes * (shares[0] if gib <= sizes[0] else shares[-1]))
-    part = math.log(gib / sizes[below]) / math.log(sizes[above] / sizes[below])
-    return int(memory_bytes * (shares[below] + part * (shares[above] - shares[below])))
+    fraction = math.log(gib / sizes[below]) / math.log(sizes[above] / sizes[below])
+    return int(memory_bytes * (shares[below] + fraction * (shares[above] - shares[below])))
 
 
 def apu(gpu: AmdGpu, total_bytes: int, available_bytes: int) -> Memory:
@@ -165,22 +165,26 @@ def apu(gpu: AmdGpu, total_bytes: int, available_bytes: int) -> Memory:
     The GTT is ordinary RAM that the GPU may map. MemTotal excludes the carve-out and includes the
     GTT, so neither is counted twice.
     """
-    keep = headroom_bytes(total_bytes)
-    carve_out = max(gpu.vram_total_bytes - gpu.vram_used_bytes, 0)
-    limit = gpu.vram_total_bytes + min(gpu.gtt_total_bytes, total_bytes - keep)
-    free_gtt = gpu.gtt_total_bytes - gpu.gtt_used_bytes
-    now = carve_out + max(min(free_gtt, available_bytes - keep), 0)
-    installed = total_bytes + gpu.vram_total_bytes
-    others = max(total_bytes - available_bytes, 0) + gpu.vram_total_bytes - carve_out
+    headroom = headroom_bytes(total_bytes)
+    free_carve_out_bytes = max(gpu.vram_total_bytes - gpu.vram_used_bytes, 0)
+    limit_bytes = gpu.vram_total_bytes + min(gpu.gtt_total_bytes, total_bytes - headroom)
+    free_gtt_bytes = gpu.gtt_total_bytes - gpu.gtt_used_bytes
+    available_now_bytes = free_carve_out_bytes + max(
+        min(free_gtt_bytes, available_bytes - headroom), 0
+    )
+    installed_bytes = total_bytes + gpu.vram_total_bytes
+    others_bytes = (
+        max(total_bytes - available_bytes, 0) + gpu.vram_total_bytes - free_carve_out_bytes
+    )
     return Memory(
-        installed,
-        limit,
-        min(now, limit),
+        installed_bytes,
+        limit_bytes,
+        min(available_now_bytes, limit_bytes),
         "reported",
         "amdgpu VRAM + GTT, MemAvailable",
-        keep,
-        others,
-        carve_out,
+        headroom,
+        others_bytes,
+        free_carve_out_bytes,
     )
 
 
@@ -190,14 +194,16 @@ def rocm_memory(gpu: AmdGpu, ram: Memory) -> Memory:
     It is the carve-out without any other RAM, or the GTT alone if that is larger.
     """
     if gpu.vram_total_bytes >= gpu.gtt_total_bytes:
-        free = max(gpu.vram_total_bytes - gpu.vram_used_bytes, 0)
-        return _carve_out(gpu.vram_total_bytes, free, ram, "amdgpu VRAM, as ROCm has it")
-    limit = min(gpu.gtt_total_bytes, ram.limit_bytes)
-    now = max(0, min(gpu.gtt_total_bytes - gpu.gtt_used_bytes, ram.available_bytes, limit))
+        free_bytes = max(gpu.vram_total_bytes - gpu.vram_used_bytes, 0)
+        return _carve_out(gpu.vram_total_bytes, free_bytes, ram, "amdgpu VRAM, as ROCm has it")
+    limit_bytes = min(gpu.gtt_total_bytes, ram.limit_bytes)
+    available_bytes = max(
+        0, min(gpu.gtt_total_bytes - gpu.gtt_used_bytes, ram.available_bytes, limit_bytes)
+    )
     return Memory(
         ram.total_bytes + gpu.vram_total_bytes,
-        limit,
-        now,
+        limit_bytes,
+        available_bytes,
         "reported",
         "amdgpu GTT, as ROCm has it; MemAvailable",
         ram.system_bytes + gpu.vram_total_bytes,
@@ -206,10 +212,17 @@ def rocm_memory(gpu: AmdGpu, ram: Memory) -> Memory:
 
 
 def _carve_out(total_bytes: int, free_bytes: int, ram: Memory, source: str) -> Memory:
-    installed = ram.total_bytes + total_bytes
-    used = total_bytes - free_bytes
+    installed_bytes = ram.total_bytes + total_bytes
+    used_bytes = total_bytes - free_bytes
     return Memory(
-        installed, total_bytes, free_bytes, "reported", source, ram.total_bytes, used, free_bytes
+        installed_bytes,
+        total_bytes,
+        free_bytes,
+        "reported",
+        source,
+        ram.total_bytes,
+        used_bytes,
+        free_bytes,
     )
 
 
@@ -219,30 +232,30 @@ def limited_to_seen(memory: Memory, ram: Memory, total_bytes: int, source: str) 
     `ram` is the system memory. ROCm sees either the carve-out or the GTT, Vulkan both (96.0 and
     111.5 GiB on one Strix Halo: https://github.com/ollama/ollama/issues/13196).
     """
-    carve_out = memory.total_bytes - ram.total_bytes
-    free = memory.carve_out_bytes
-    if 0 < total_bytes <= carve_out and free:
-        return _carve_out(total_bytes, min(free, total_bytes), ram, source)
+    carve_out_bytes = memory.total_bytes - ram.total_bytes
+    free_bytes = memory.carve_out_bytes
+    if 0 < total_bytes <= carve_out_bytes and free_bytes:
+        return _carve_out(total_bytes, min(free_bytes, total_bytes), ram, source)
     limit_bytes = memory.limit_bytes
-    if carve_out > 0:
-        limit_bytes = free + ram.limit_bytes
-    limit = min(total_bytes, limit_bytes)
-    if limit == memory.limit_bytes:
+    if carve_out_bytes > 0:
+        limit_bytes = free_bytes + ram.limit_bytes
+    seen_bytes = min(total_bytes, limit_bytes)
+    if seen_bytes == memory.limit_bytes:
         return memory
-    others = ram.others_bytes
-    keep = ram.system_bytes
-    if free:
-        others += carve_out - free
+    others_bytes = ram.others_bytes
+    system_bytes = ram.system_bytes
+    if free_bytes:
+        others_bytes += carve_out_bytes - free_bytes
     else:
-        keep += max(carve_out, 0)
-    now = max(0, min(limit, free + ram.available_bytes))
+        system_bytes += max(carve_out_bytes, 0)
+    available_bytes = max(0, min(seen_bytes, free_bytes + ram.available_bytes))
     return replace(
         memory,
-        limit_bytes=limit,
-        available_bytes=now,
+        limit_bytes=seen_bytes,
+        available_bytes=available_bytes,
         source=source,
-        system_bytes=keep,
-        others_bytes=others,
+        system_bytes=system_bytes,
+        others_bytes=others_bytes,
     )
 
 
@@ -253,5 +266,5 @@ def gtt_pages_advised(installed_bytes: int) -> int:
     https://github.com/kyuz0/amd-strix-halo-toolboxes. The installed size is rounded up to a
     multiple of 8 GiB, as sold.
     """
-    sold = -(-installed_bytes // (8 * GIB)) * 8
-    return max(sold - 4, sold // 2) * GIB // 4096
+    sold_gib = -(-installed_bytes // (8 * GIB)) * 8
+    return max(sold_gib - 4, sold_gib // 2) * GIB // 4096

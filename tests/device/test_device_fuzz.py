@@ -28,7 +28,7 @@ TEXT_PARSERS: list[Any] = [
     windows.adapters, windows.processor, windows.memory_status, windows.physical_memory,
     vulkaninfo,
     parsers.integer, parsers.decimal, parsers.hexadecimal, parsers.key_values,
-    parts_table.plain, parts_table.by_gpu_name, parts_table.by_cpu,
+    parts_table.normalised_name, parts_table.by_gpu_name, parts_table.by_cpu,
 ]  # fmt: skip
 
 # Words the parsers look for, so that random text gets past their first condition.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from localllm.device import cpus, lookup, parts_table
-from localllm.device.lookup import nearest
+from localllm.device.lookup import nearest_names
 from localllm.device.name_lookup import resolve
 from localllm.device.overrides import overridden
 from localllm.device.types import DeviceNotFoundError
@@ -110,7 +110,7 @@ def test_an_unknown_name_suggests_the_nearest(typed: str, near: str) -> None:
         resolve(typed)
     assert isinstance(caught.value, NotFoundError)
     assert near in caught.value.hint
-    assert any(near in name for name in nearest(typed))
+    assert any(near in name for name in nearest_names(typed))
 
 
 @pytest.mark.parametrize("typed", ["Surface Laptop 7", "Dell XPS 15", "ThinkPad X1"])
@@ -337,7 +337,7 @@ def test_a_suffix_more_or_less_is_another_part(
     """A name with one suffix more or less resolves to the part with exactly that name, or to no
     part."""
     # Suggestions for unknown names take the most time and have tests of their own.
-    monkeypatch.setattr(lookup, "nearest", lambda name: [])
+    monkeypatch.setattr(lookup, "nearest_names", lambda name: [])
     words = _bare_name(row).split()
     asked = [" ".join(w for w in words if w != gone) for gone in words if gone in SUFFIXES]
     asked += [f"{_bare_name(row)} {more}" for more in SUFFIXES]

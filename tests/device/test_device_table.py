@@ -151,11 +151,11 @@ def test_a_processor_with_shared_memory_is_known_by_name_in_any_case(
 
 def test_missing_compute_is_derived_within_a_family_and_marked_as_derived() -> None:
     row = next(row for row in parts_table.rows() if row.name == "M4 Max (32-core GPU)")
-    fp16 = parts_table.facts(row)["fp16_tflops"]
+    fp16 = parts_table.device_fields(row)["fp16_tflops"]
     assert (fp16.value, fp16.basis) == (pytest.approx(18.4 * 32 / 40, abs=0.05), "derived")
     laptop = next(row for row in parts_table.rows() if row.name == "GeForce RTX 4090 Laptop")
     # its power limit decides, so this is not derived
-    assert parts_table.facts(laptop)["fp16_tflops"] is None
+    assert parts_table.device_fields(laptop)["fp16_tflops"] is None
 
 
 # The hardware names from users' machines that the table knows. The others are older or rarer and

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from device import recordings
 from localllm.cli import all_commands
 from localllm.device.machines import identify
-from localllm.device.recording import recorded
+from localllm.device.recording import recording_text
 from localllm.device.types import Readings
 
 
@@ -20,7 +20,7 @@ from localllm.device.types import Readings
 def test_a_recording_is_detected_as_the_recorded_machine(name: str, tmp_path: Path) -> None:
     readings = recordings.load(name)
     (tmp_path / "again.txt").write_text(
-        recorded(readings, "a machine", "a test", ["OK  memory  fine"]), encoding="utf-8"
+        recording_text(readings, "a machine", "a test", ["OK  memory  fine"]), encoding="utf-8"
     )
     again = recordings.load("again", tmp_path)
     assert identify(again) == identify(readings)
@@ -33,7 +33,7 @@ def test_serial_numbers_and_uuids_are_not_recorded() -> None:
         "displays": '{"_spdisplays_display-serial-number" : "7c1", "sppci_model": "M3"}',
         "smi": "UUID: GPU-1f",
     }
-    text = recorded(Readings("linux", "x86_64", said, asked), "m", "t")
+    text = recording_text(Readings("linux", "x86_64", said, asked), "m", "t")
     assert not any(number in text for number in ("123ABC", "7c1", "GPU-1f"))
     assert "TYPE=DDR5" in text
     assert '"sppci_model": "M3"' in text

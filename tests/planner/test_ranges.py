@@ -15,7 +15,7 @@ import pytest
 from localllm.device import parts_table
 from localllm.device.name_lookup import resolve
 from localllm.device.parts_table import DeviceRow
-from localllm.device.synthetic_device import simulate, together
+from localllm.device.synthetic_device import one_computer, simulate
 from localllm.device.types import Device
 from localllm.planner import decode_cost, efficiency, prefill_cost, ranges, speed
 from localllm.planner.types import USUAL, Range
@@ -99,7 +99,7 @@ def test_more_cards_never_make_a_range_narrower(row: DeviceRow) -> None:
     for depth in (0, 16_384):
         alone = predicted(one, depth=depth)
         for n in (2, 4):
-            assert not narrower(alone, predicted(together([one] * n), depth=depth))
+            assert not narrower(alone, predicted(one_computer([one] * n), depth=depth))
 
 
 def test_a_range_is_that_of_the_narrowest_known_stratum() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from localllm.device import parts_table
 from localllm.device.name_lookup import resolve
-from localllm.device.synthetic_device import simulate, together
+from localllm.device.synthetic_device import one_computer, simulate
 from localllm.device.types import Device
 from localllm.planner import decode_cost, memory, speed
 from localllm.planner.plan import plan_for
@@ -53,14 +53,14 @@ def test_two_cards_read_the_parts_of_a_long_prompt_at_the_same_time() -> None:
     model = CATALOG.by_id["qwen3.8-27b"]
     variant = next(v for v in model.variants if v.quant == "UD-Q4_K_XL")
     one = resolve("RTX 3060 12GB")
-    two = together([one, one])
+    two = one_computer([one, one])
 
     def prompt(device: Device, tokens: int) -> float:
         return speed.prefill(device, model, variant, prompt_tokens=tokens).value
 
     assert prompt(two, 512) == pytest.approx(prompt(one, 512), rel=0.02)
     assert prompt(two, 2048) > 1.3 * prompt(one, 2048)
-    assert prompt(together([one] * 3), 2048) > prompt(two, 2048)
+    assert prompt(one_computer([one] * 3), 2048) > prompt(two, 2048)
     measured = speed.prefill(two, model, variant, prompt_tokens=2048)
     assert measured.low <= 810 <= measured.high
 
@@ -68,7 +68,7 @@ def test_two_cards_read_the_parts_of_a_long_prompt_at_the_same_time() -> None:
 def test_layers_in_system_memory_stop_the_cards_from_working_at_the_same_time() -> None:
     model = CATALOG.by_id["qwen3.8-27b"]
     variant = next(v for v in model.variants if v.quant == "UD-Q4_K_XL")
-    two = together([resolve("RTX 3060 12GB")] * 2)
+    two = one_computer([resolve("RTX 3060 12GB")] * 2)
     halved = USUAL.placed(gpu_layers=len(model.layers) // 2)
     one = resolve("RTX 3060 12GB")
     assert speed.prefill(two, model, variant, halved, prompt_tokens=2048).value == pytest.approx(

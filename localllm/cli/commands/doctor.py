@@ -83,7 +83,7 @@ def doctor(
 
     from localllm.device.detect import from_readings
     from localllm.device.probes.systems import read
-    from localllm.device.recording import recorded
+    from localllm.device.recording import recording_text
     from localllm.device.types import device_to_json
 
     readings = read()
@@ -99,7 +99,7 @@ def doctor(
         print_lines(lines(checks, columns))
     if file is not None:
         program = f"localllm {__version__} doctor --report"
-        paths.write_text(file, recorded(readings, machine.name, program, lines(checks)))
+        paths.write_text(file, recording_text(readings, machine.name, program, lines(checks)))
         print(f"wrote {file}: attach it to an issue", file=sys.stderr)
 
 

@@ -143,7 +143,7 @@ class PlanQuery(NamedTuple):
             model, _ = describe(reference, self.catalog, offline=offline)
         models = self.catalog.models
         answer = long_context.find(
-            self.machine, name_lookup.everything(), models, model, n_tokens, self.overrides
+            self.machine, name_lookup.every_sold_machine(), models, model, n_tokens, self.overrides
         )
         if answer is None:
             raise ModelNotFoundError(
@@ -234,7 +234,7 @@ class KnownMachines(NamedTuple):
 
     def _reaching(self, tok_s: float, model: Model) -> None:
         reach = planner.reaching(
-            name_lookup.everything(), model, self.workload, tok_s, overrides=self.overrides
+            name_lookup.every_sold_machine(), model, self.workload, tok_s, overrides=self.overrides
         )
         page.print_page(machines_view.reach(model, tok_s, reach, as_json=self.as_json))
 

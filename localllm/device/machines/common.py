@@ -13,8 +13,8 @@ from localllm.device.accelerators import KINDS, driving_kind
 from localllm.device.parsers.dimms import Ram
 from localllm.device.parsers.gpus import (
     NvidiaGpu,
+    count_lost,
     environment,
-    lost,
     nvml,
     smi,
     visible_gpu_indices,
@@ -42,7 +42,7 @@ def card_of(
     (`reported`) that differs by more than 10 %, or if the table has no figure, `reported` is used.
     Without either, the bandwidth is that of similar cards.
     """
-    facts = parts_table.facts(row)
+    facts = parts_table.device_fields(row)
     facts["compute_units"] = compute_units or facts["compute_units"]
     if row is None:
         kind = _OWN_KIND[maker]
@@ -158,7 +158,7 @@ def nvidia_gpus(readings: Readings) -> tuple[list[NvidiaGpu], list[Finding]]:
     """Return the NVIDIA GPUs visible to programs started here, and a finding if some are hidden."""
     gpus = nvml(readings.output("nvml")) or smi(readings.output("nvidia-smi"))
     findings = []
-    n_lost = lost(readings.output("nvidia-smi"))
+    n_lost = count_lost(readings.output("nvidia-smi"))
     if n_lost:
         missing = f"the driver lost {n_lost} NVIDIA GPU(s), which are not used"
         findings.append(Finding("warning", missing, "reboot; check with nvidia-smi"))

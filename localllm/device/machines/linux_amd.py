@@ -83,7 +83,7 @@ def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Dev
         accelerator = "vulkan"
         available = system.memory.available_bytes() or 0
         memory = usable.apu(gpu, system.base.memory.total_bytes, available)
-    facts = parts_table.facts(row)
+    facts = parts_table.device_fields(row)
     facts["compute_units"] = gpu.compute_units or facts["compute_units"]
     return replace(
         system.base,

@@ -59,7 +59,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         if cores is None:
             message = f"the number of GPU cores could not be read; assumed {row.name}"
             findings.append(Finding("warning", message))
-    facts = parts_table.facts(row)
+    facts = parts_table.device_fields(row)
     facts["compute_units"] = cores or 0
     return Device(
         name=f"{chip} ({cores}-core GPU)" if cores else chip,

@@ -135,7 +135,7 @@ def device_with_shared_memory(
         accelerator="cuda",
         family=family,
         bandwidth_gbps=bandwidth,
-        **parts_table.facts(row),
+        **parts_table.device_fields(row),
         compute_capability=capability,
         findings=findings,
     )

@@ -199,7 +199,7 @@ def _integrated(
                 carve_out_bytes=own_bytes,
             ),
             bandwidth_gbps=shared_bandwidth(row, reported, base),
-            **parts_table.facts(row),
+            **parts_table.device_fields(row),
             compute_capability=row.compute_capability,
         )
     return None

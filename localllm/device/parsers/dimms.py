@@ -51,12 +51,12 @@ def ram_of(sticks: Sequence[Stick], channels: int = 0) -> Ram | None:
     """
     if not sticks or not all(_is_plausible(stick) for stick in sticks):
         return None
-    sockets = {_place(stick)[0] for stick in sticks}
-    bits = _bus_bits(sticks, channels)
+    sockets = {_socket_controller_channel(stick)[0] for stick in sticks}
+    bus_bits = _bus_bits(sticks, channels)
     # Firmware may report a 32-bit channel of soldered memory with the width of a module.
     if channels:
-        bits = min(bits, channels * _CHANNEL_BITS * len(sockets))
-    return Ram(min(s.megatransfers_s for s in sticks), bits, len(sticks))
+        bus_bits = min(bus_bits, channels * _CHANNEL_BITS * len(sockets))
+    return Ram(min(s.megatransfers_s for s in sticks), bus_bits, len(sticks))
 
 
 def _is_plausible(stick: Stick) -> bool:
@@ -67,23 +67,23 @@ def _bus_bits(sticks: Sequence[Stick], channels: int) -> int:
     if all(stick.data_bits < _CHANNEL_BITS for stick in sticks):
         # Soldered: each record is a separate piece of a channel.
         return sum(stick.data_bits for stick in sticks)
-    places = [_place(stick) for stick in sticks]
+    places = [_socket_controller_channel(stick) for stick in sticks]
     # If several sticks share a place, firmware does not know the places.
     if len({stick.place for stick in sticks}) == len(sticks) and all(place[2] for place in places):
-        return _placed_bits(places)
+        return _populated_bits(places)
     if channels:
         return _CHANNEL_BITS * len(sticks)
     sockets = Counter(socket for socket, _, _ in places)
-    return _CHANNEL_BITS * sum(_usual_channels(n_sticks) for n_sticks in sockets.values())
+    return _CHANNEL_BITS * sum(_assumed_channels(n_sticks) for n_sticks in sockets.values())
 
 
-def _placed_bits(places: Sequence[tuple[str, str, str]]) -> int:
+def _populated_bits(places: Sequence[tuple[str, str, str]]) -> int:
     """Return the bits of the populated channels, at most 64 for each named controller."""
-    filled = Counter((socket, controller) for socket, controller, _ in set(places))
-    return _CHANNEL_BITS * sum(1 if controller else n for (_, controller), n in filled.items())
+    n_channels = Counter((socket, controller) for socket, controller, _ in set(places))
+    return _CHANNEL_BITS * sum(1 if controller else n for (_, controller), n in n_channels.items())
 
 
-def _usual_channels(n_sticks: int) -> int:
+def _assumed_channels(n_sticks: int) -> int:
     """Return the smallest number of channels that `n_sticks` in one socket fill.
 
     It is two for two or four sticks, and four for eight or twelve.
@@ -93,7 +93,7 @@ def _usual_channels(n_sticks: int) -> int:
     return max(2, 1 << (n_sticks // 2).bit_length() - 1)
 
 
-def _place(stick: Stick) -> tuple[str, str, str]:
+def _socket_controller_channel(stick: Stick) -> tuple[str, str, str]:
     """Return socket, controller and channel, as far as firmware names them."""
     text = stick.place.upper()
     socket = re.search(r"\b(?:P|PROC|CPU|NODE)[ _-]*([0-9])(?![0-9])", text)

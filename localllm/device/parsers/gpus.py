@@ -53,7 +53,7 @@ class AmdGpu:
 # Transfers per memory clock as amdgpu counts it, by prefix of the architecture: HBM3 on Instincts
 # from the 300 series on, GDDR5, HBM2, and GDDR6 on every Radeon since. Examples (MHz, bits, GB/s):
 # RX 6800 XT 1000, 256, 512; RX 580 2000, 256, 256; MI50 1000, 4096, 1024.
-_TRANSFERS = {"gfx94": 4, "gfx95": 4, "gfx8": 4, "gfx9": 2, "gfx1": 16}
+_TRANSFERS_PER_CLOCK = {"gfx94": 4, "gfx95": 4, "gfx8": 4, "gfx9": 2, "gfx1": 16}
 
 
 def _kfd_values(text: str) -> dict[str, int]:
@@ -90,7 +90,9 @@ def kfd_nodes(readings: Readings) -> dict[int, dict[str, Any]]:
 
 def _bank_gbps(bank: Mapping[str, int], gfx: str) -> float:
     """Return the GB/s of a memory bank, or 0.0 if it is unknown or implausible."""
-    transfers = next((factor for prefix, factor in _TRANSFERS.items() if gfx.startswith(prefix)), 0)
+    transfers = next(
+        (factor for prefix, factor in _TRANSFERS_PER_CLOCK.items() if gfx.startswith(prefix)), 0
+    )
     gbps = bank.get("width", 0) / 8 * bank.get("mem_clk_max", 0) * transfers / 1000
     return gbps if 10 <= gbps <= 50_000 else 0.0
 
@@ -119,11 +121,11 @@ def amd_gpus(readings: Readings) -> list[AmdGpu]:
             device_id=device_id,
             revision=hexadecimal(readings.file(f"{folder}/revision")) or 0,
             name=" ".join(name.split())[:120],
-            vram_total_bytes=_size(readings, folder, "vram_total"),
-            vram_used_bytes=_size(readings, folder, "vram_used"),
-            gtt_total_bytes=_size(readings, folder, "gtt_total"),
-            gtt_used_bytes=_size(readings, folder, "gtt_used"),
-            integrated=_integrated(readings, folder, device_id, node["gfx"]),
+            vram_total_bytes=_memory_info(readings, folder, "vram_total"),
+            vram_used_bytes=_memory_info(readings, folder, "vram_used"),
+            gtt_total_bytes=_memory_info(readings, folder, "gtt_total"),
+            gtt_used_bytes=_memory_info(readings, folder, "gtt_used"),
+            integrated=_is_integrated(readings, folder, device_id, node["gfx"]),
             **node,
         )
         if gpu.vram_total_bytes or gpu.gtt_total_bytes:
@@ -131,12 +133,12 @@ def amd_gpus(readings: Readings) -> list[AmdGpu]:
     return gpus
 
 
-def _size(readings: Readings, folder: str, name: str) -> int:
+def _memory_info(readings: Readings, folder: str, name: str) -> int:
     """Return the bytes that amdgpu reports in a card's folder, or 0 without a report."""
     return max(integer(readings.file(f"{folder}/mem_info_{name}")) or 0, 0)
 
 
-def _integrated(readings: Readings, folder: str, device_id: int, gfx: str) -> bool:
+def _is_integrated(readings: Readings, folder: str, device_id: int, gfx: str) -> bool:
     """Return True for an APU, by its PCI id or gfx.
 
     The size of the carve-out is no criterion, because a BIOS can give the GPU 96 GB. Only cards
@@ -162,8 +164,8 @@ def marketing_name(ids_file: str, device_id: int, revision: int) -> str:
         parts = line.split(",", 2)
         if len(parts) != 3:
             continue
-        device, its_revision, name = parts
-        if hexadecimal(device) == device_id and hexadecimal(its_revision) == revision:
+        device, row_revision, name = parts
+        if hexadecimal(device) == device_id and hexadecimal(row_revision) == revision:
             return name.strip()
     return ""
 
@@ -216,17 +218,17 @@ def nvml(text: str) -> list[NvidiaGpu]:
 
     A field is absent if its NVML call raised.
     """
-    listed = from_json(text)
-    if not isinstance(listed, list):
+    entries = from_json(text)
+    if not isinstance(entries, list):
         return []
     return [
-        _from_nvml(entry)
-        for entry in listed
+        _nvml_gpu(entry)
+        for entry in entries
         if isinstance(entry, dict) and isinstance(entry.get("name"), str)
     ]
 
 
-def _number(entry: Mapping[str, Any], key: str) -> int | None:
+def _number_or_none(entry: Mapping[str, Any], key: str) -> int | None:
     value = entry.get(key)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62:
         return value
@@ -234,42 +236,42 @@ def _number(entry: Mapping[str, Any], key: str) -> int | None:
 
 
 def _watts(entry: Mapping[str, Any], key: str) -> float | None:
-    milliwatts = _number(entry, key)
+    milliwatts = _number_or_none(entry, key)
     if milliwatts is None:
         return None
     return milliwatts / 1000
 
 
 # Page-table sharing by NVML's addressing mode.
-_ADDRESSING = {0: "none", 1: "hmm", 2: "ats"}
+_ADDRESSING_MODES = {0: "none", 1: "hmm", 2: "ats"}
 
 
-def _from_nvml(entry: Mapping[str, Any]) -> NvidiaGpu:
+def _nvml_gpu(entry: Mapping[str, Any]) -> NvidiaGpu:
     name = str(entry["name"])
     gpu = NvidiaGpu(
         name=" ".join(name.split())[:120],
         compute_capability=_capability(entry),
-        bus_bits=_number(entry, "bus_bits") or None,
-        max_memory_mhz=_number(entry, "max_memory_mhz") or None,
+        bus_bits=_number_or_none(entry, "bus_bits") or None,
+        max_memory_mhz=_number_or_none(entry, "max_memory_mhz") or None,
         addressing=_addressing(entry),
         power_limit_w=_watts(entry, "power_limit_mw"),
         default_power_limit_w=_watts(entry, "default_power_limit_mw"),
         uuid=str(entry.get("uuid") or "")[:80],
     )
-    if _number(entry, "mig") == 1:
+    if _number_or_none(entry, "mig") == 1:
         return replace(gpu, is_mig=True, total_bytes=_slice_bytes(entry))
     return replace(
         gpu,
-        total_bytes=_number(entry, "total") or None,
-        used_bytes=_number(entry, "used"),
-        free_bytes=_number(entry, "free"),
-        reserved_bytes=_number(entry, "reserved"),
+        total_bytes=_number_or_none(entry, "total") or None,
+        used_bytes=_number_or_none(entry, "used"),
+        free_bytes=_number_or_none(entry, "free"),
+        reserved_bytes=_number_or_none(entry, "reserved"),
     )
 
 
 def _capability(entry: Mapping[str, Any]) -> str:
-    major = _number(entry, "cc_major")
-    minor = _number(entry, "cc_minor")
+    major = _number_or_none(entry, "cc_major")
+    minor = _number_or_none(entry, "cc_minor")
     if major is None or minor is None:
         return ""
     return f"{major}.{minor}"
@@ -278,7 +280,7 @@ def _capability(entry: Mapping[str, Any]) -> str:
 def _addressing(entry: Mapping[str, Any]) -> str:
     if "addressing" not in entry:
         return ""
-    return _ADDRESSING.get(_number(entry, "addressing") or 0, "")
+    return _ADDRESSING_MODES.get(_number_or_none(entry, "addressing") or 0, "")
 
 
 def _slice_bytes(entry: Mapping[str, Any]) -> int | None:
@@ -342,12 +344,14 @@ def smi(text: str) -> list[NvidiaGpu]:
     driver can't be used, so it is left out.
     """
     lines = iter([line for line in text.splitlines() if line.strip()])
-    first = next((line for line in lines if re.search(r"(?:^|,)\s*name\s*(?:,|$)", line)), None)
-    if first is None:
+    header_line = next(
+        (line for line in lines if re.search(r"(?:^|,)\s*name\s*(?:,|$)", line)), None
+    )
+    if header_line is None:
         return []
     import csv
 
-    header = [cell.split("[")[0].strip() for cell in first.split(",")]
+    header = [cell.split("[")[0].strip() for cell in header_line.split(",")]
     gpus = []
     try:
         for line in csv.reader(lines, skipinitialspace=True):
@@ -357,13 +361,13 @@ def smi(text: str) -> list[NvidiaGpu]:
             row = dict(zip(header, cells, strict=True))
             is_lost = any("gpu is lost" in cell.lower() for cell in cells)
             if row.get("name") and not is_lost:
-                gpus.append(_from_smi(row))
+                gpus.append(_smi_gpu(row))
     except csv.Error:
         pass
     return gpus
 
 
-def _from_smi(row: Mapping[str, str]) -> NvidiaGpu:
+def _smi_gpu(row: Mapping[str, str]) -> NvidiaGpu:
     capability = row.get("compute_cap", "")
     if decimal(capability) is None:
         capability = ""
@@ -399,17 +403,17 @@ def vulkaninfo(text: str) -> list[tuple[str, str, int]]:
     Each has a name, "integrated" or "discrete", and the PCI vendor id (0 = unknown). Software
     renderers (llvmpipe, PHYSICAL_DEVICE_TYPE_CPU) are left out.
     """
-    found = []
+    gpus = []
     for block in re.split(r"(?m)^GPU[0-9]+:", text)[1:]:
         values = dict(re.findall(r"(?m)^\s*(\w+)\s*=\s*(.*?)\s*$", block))
         name = values.get("deviceName")
         kind = _VULKAN_KINDS.get(values.get("deviceType", ""))
         if name and kind:
-            found.append((name[:120], kind, hexadecimal(values.get("vendorID")) or 0))
-    return found
+            gpus.append((name[:120], kind, hexadecimal(values.get("vendorID")) or 0))
+    return gpus
 
 
-def lost(text: str) -> int:
+def count_lost(text: str) -> int:
     """Return how many GPUs nvidia-smi reports as lost or without a device handle."""
     handles = re.findall(r"Unable to determine the device handle", text)
     rows = [line for line in text.splitlines() if "gpu is lost" in line.lower()]

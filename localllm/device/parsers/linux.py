@@ -37,7 +37,7 @@ _ARM_PARTS = {
 }  # fmt: skip
 
 
-_VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse2": "SSE"}
+_VECTORS_BY_FLAG = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse2": "SSE"}
 
 
 def cpuinfo(text: str) -> CpuInfo:
@@ -63,15 +63,19 @@ def cpuinfo(text: str) -> CpuInfo:
         name=" + ".join(kinds[:3]),
         cores=_cores(processors, text),
         apple=is_apple,
-        vectors=next((name for flag, name in _VECTORS.items() if flag in flags), ""),
+        vectors=next((name for flag, name in _VECTORS_BY_FLAG.items() if flag in flags), ""),
     )
 
 
 def _cores(processors: Sequence[Mapping[str, str]], text: str) -> int:
-    physical = {(p.get("physical id"), p["core id"]) for p in processors if "core id" in p}
-    if physical:
-        return len(physical)
-    n_processors = sum("processor" in p for p in processors)
+    physical_cores = {
+        (processor.get("physical id"), processor["core id"])
+        for processor in processors
+        if "core id" in processor
+    }
+    if physical_cores:
+        return len(physical_cores)
+    n_processors = sum("processor" in processor for processor in processors)
     if n_processors:
         return n_processors
     return max(integer(key_values(text).get("# processors")) or 0, 0)  # s390x
@@ -83,17 +87,17 @@ def udev_memory(text: str, channels: int = 0) -> Ram | None:
     Returns None if they are unusable. `channels` is passed to ram_of. The configured speed counts,
     not the rated one (https://github.com/systemd/systemd/pull/17837).
     """
-    devices: dict[int, dict[str, str]] = {}
+    fields_by_index: dict[int, dict[str, str]] = {}
     for index, key, value in re.findall(r"MEMORY_DEVICE_([0-9]{1,4})_([A-Z_0-9]+)=(.*)", text):
-        devices.setdefault(int(index), {})[key] = value.strip()
+        fields_by_index.setdefault(int(index), {})[key] = value.strip()
     sticks = []
-    for _, fields in sorted(devices.items()):
+    for _, fields in sorted(fields_by_index.items()):
         if fields.get("PRESENT") == "0" or not integer(fields.get("SIZE")):
             continue
-        place = f"{fields.get('BANK_LOCATOR', '')} {fields.get('LOCATOR', '')}"
-        rated = integer(fields.get("SPEED_MTS"))
-        speed = integer(fields.get("CONFIGURED_SPEED_MTS")) or rated or 0
-        sticks.append(Stick(place, speed, integer(fields.get("DATA_WIDTH")) or 0))
+        position = f"{fields.get('BANK_LOCATOR', '')} {fields.get('LOCATOR', '')}"
+        rated_speed = integer(fields.get("SPEED_MTS"))
+        speed = integer(fields.get("CONFIGURED_SPEED_MTS")) or rated_speed or 0
+        sticks.append(Stick(position, speed, integer(fields.get("DATA_WIDTH")) or 0))
     return ram_of(sticks, channels)
 
 
@@ -105,9 +109,9 @@ def is_wsl(readings: Readings) -> bool:
 def last_level_cache_bytes(readings: Readings) -> int:
     """Return the size in bytes of the largest cache among the readings (0 = unknown)."""
     units = {"K": 1024, "M": 1 << 20, "G": 1 << 30}
-    largest = 0
+    largest_bytes = 0
     for path in readings.matching("/sys/devices/system/cpu/cpu*/cache/index*/size"):
         text = readings.file(path)
-        size = (integer(text) or 0) * units.get(text[-1:].upper(), 1)
-        largest = max(largest, size)
-    return largest
+        size_bytes = (integer(text) or 0) * units.get(text[-1:].upper(), 1)
+        largest_bytes = max(largest_bytes, size_bytes)
+    return largest_bytes

@@ -50,12 +50,12 @@ def gpu_cores(ioreg: str, system_profiler: str = "") -> int | None:
 
     Falls back to system_profiler's sppci_cores.
     """
-    found = re.search(r'"gpu-core-count"\s*=\s*(0x[0-9a-fA-F]{1,8}|[0-9]{1,6})', ioreg)
-    if found is None:
+    match = re.search(r'"gpu-core-count"\s*=\s*(0x[0-9a-fA-F]{1,8}|[0-9]{1,6})', ioreg)
+    if match is None:
         _, cores = displays(system_profiler)
         return cores
-    base = 16 if found[1].startswith("0x") else 10
-    return _plausible(int(found[1], base))
+    base = 16 if match[1].startswith("0x") else 10
+    return _plausible(int(match[1], base))
 
 
 def _plausible(cores: int) -> int | None:
@@ -84,42 +84,43 @@ def metal_working_set(text: str) -> int | None:
 
     Our probe prints them as "… = 115964116992 bytes".
     """
-    found = re.search(r"recommendedMaxWorkingSetSize = ([0-9]{1,15}) bytes", text)
-    if found:
-        return int(found[1]) or None
+    match = re.search(r"recommendedMaxWorkingSetSize = ([0-9]{1,15}) bytes", text)
+    if match:
+        return int(match[1]) or None
     return None
 
 
-_FREE = ("free", "inactive", "speculative", "purgeable")
+_FREE_KINDS = ("free", "inactive", "speculative", "purgeable")
 # xnu's AVAILABLE_NON_COMPRESSED_MEMORY (osfmk/vm/vm_pageout.h). kern.memorystatus_level is its
 # percentage.
 _AVAILABLE_KINDS = ("free", "active", "inactive", "speculative")
 
 
-def vm_stat(text: str, kinds: tuple[str, ...] = _FREE) -> int | None:
+def vm_stat(text: str, kinds: tuple[str, ...] = _FREE_KINDS) -> int | None:
     """Return the bytes in pages of these kinds in `vm_stat`.
 
     The default kinds are those that macOS can provide without swapping. The page size is read from
     the header: it is 16 KiB on Apple Silicon, not 4.
     """
-    page = re.search(r"page size of ([0-9]{1,8}) bytes", text)
+    page_size = re.search(r"page size of ([0-9]{1,8}) bytes", text)
     values = key_values(text)
-    if not page or "Pages free" not in values:
+    if not page_size or "Pages free" not in values:
         return None
-    pages = sum(max(integer(values.get(f"Pages {kind}")) or 0, 0) for kind in kinds)
-    return pages * int(page[1])
+    n_pages = sum(max(integer(values.get(f"Pages {kind}")) or 0, 0) for kind in kinds)
+    return n_pages * int(page_size[1])
 
 
-def memory(total_bytes: int, sysctl: str, pages: str) -> tuple[int | None, int | None]:
+def memory(total_bytes: int, sysctl: str, vm_stat_output: str) -> tuple[int | None, int | None]:
     """Return the bytes that are free without swapping, and all bytes that can be had.
 
     Free pages are free, inactive, speculative and purgeable ones. The second figure includes memory
     that macOS frees by compressing other programs' pages. It comes from kern.memorystatus_level, or
-    from the same page kinds in vm_stat's output `pages`. A figure is None if it is unknown.
+    from the same page kinds in vm_stat's output `vm_stat_output`. A figure is None if it is
+    unknown.
     """
-    level = integer(key_values(sysctl).get("kern.memorystatus_level"))
-    available = available_bytes(total_bytes, level)
-    counted = vm_stat(pages, _AVAILABLE_KINDS)
-    if available is None and counted is not None:
-        available = min(counted, total_bytes)
-    return vm_stat(pages), available
+    free_percent = integer(key_values(sysctl).get("kern.memorystatus_level"))
+    available = available_bytes(total_bytes, free_percent)
+    counted_bytes = vm_stat(vm_stat_output, _AVAILABLE_KINDS)
+    if available is None and counted_bytes is not None:
+        available = min(counted_bytes, total_bytes)
+    return vm_stat(vm_stat_output), available

@@ -25,14 +25,16 @@ def rapl(zones: Mapping[str, tuple[str | None, str | None, str | None]]) -> list
     (https://docs.kernel.org/power/powercap/powercap.html). Unreadable zones are left out: only root
     can read energy_uj since CVE-2020-8694.
     """
-    found = []
+    counters = []
     for name, energy, max_energy in zones.values():
         joules = decimal(energy or "")
         range_j = decimal(max_energy or "")
         if name and joules is not None:
-            found.append(EnergyCounter(name.strip(), joules / 1e6, (range_j or 0.0) / 1e6))
-    platform_zones = [zone for zone in found if zone.name.startswith("psys")]
-    return platform_zones or [zone for zone in found if zone.name.startswith(("package", "dram"))]
+            counters.append(EnergyCounter(name.strip(), joules / 1e6, (range_j or 0.0) / 1e6))
+    platform_zones = [zone for zone in counters if zone.name.startswith("psys")]
+    return platform_zones or [
+        zone for zone in counters if zone.name.startswith(("package", "dram"))
+    ]
 
 
 def used_j(before: Sequence[EnergyCounter], after: Sequence[EnergyCounter]) -> float | None:
@@ -43,6 +45,6 @@ def used_j(before: Sequence[EnergyCounter], after: Sequence[EnergyCounter]) -> f
     if not before or [zone.name for zone in before] != [zone.name for zone in after]:
         return None
     return sum(
-        b.joules - a.joules + (b.range_j if b.joules < a.joules else 0.0)
-        for a, b in zip(before, after, strict=True)
+        earlier.joules - later.joules + (earlier.range_j if earlier.joules < later.joules else 0.0)
+        for later, earlier in zip(before, after, strict=True)
     )

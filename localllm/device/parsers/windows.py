@@ -23,7 +23,7 @@ class Adapter:
     vendor: str
 
 
-_CLASS = "{4d36e968-e325-11ce-bfc1-08002be10318}"
+_DISPLAY_CLASS = "{4d36e968-e325-11ce-bfc1-08002be10318}"
 
 
 def adapters(text: str) -> list[Adapter]:
@@ -33,9 +33,9 @@ def adapters(text: str) -> list[Adapter]:
     Win32_VideoController.AdapterRAM is not used: it is a uint32 and stops at 4 GB. Two identical
     entries are two cards. A removed card may still be listed, because its key stays.
     """
-    found: list[Adapter] = []
+    adapters_listed: list[Adapter] = []
     for block in re.split(r"(?m)^HKEY_LOCAL_MACHINE", text):
-        if _CLASS not in block.lower():
+        if _DISPLAY_CLASS not in block.lower():
             continue
         values = {
             name.strip(): value.strip()
@@ -45,9 +45,11 @@ def adapters(text: str) -> list[Adapter]:
         if not name:
             continue
         memory = _registry_number(values.get("HardwareInformation.qwMemorySize"))
-        pci = re.search(r"ven_([0-9a-f]{4})", values.get("MatchingDeviceId", "").lower())
-        found.append(Adapter(name[:120], memory, pci.group(1) if pci else ""))
-    return found
+        vendor_match = re.search(r"ven_([0-9a-f]{4})", values.get("MatchingDeviceId", "").lower())
+        adapters_listed.append(
+            Adapter(name[:120], memory, vendor_match.group(1) if vendor_match else "")
+        )
+    return adapters_listed
 
 
 def _registry_number(value: str | None) -> int:
@@ -65,9 +67,9 @@ def _registry_number(value: str | None) -> int:
 
 def processor(text: str) -> str:
     """Return ProcessorNameString of the registry's CentralProcessor key."""
-    found = re.search(r"ProcessorNameString\s+REG_SZ\s+(.+)", text)
-    if found:
-        return " ".join(found.group(1).split())[:120]
+    match = re.search(r"ProcessorNameString\s+REG_SZ\s+(.+)", text)
+    if match:
+        return " ".join(match.group(1).split())[:120]
     return ""
 
 
@@ -96,10 +98,10 @@ def physical_memory(text: str, channels: int = 0) -> Ram | None:
     for stick in data:
         if not isinstance(stick, dict):
             continue
-        place = f"{stick.get('BankLabel', '')} {stick.get('DeviceLocator', '')}"
+        position = f"{stick.get('BankLabel', '')} {stick.get('DeviceLocator', '')}"
         speed = stick.get("ConfiguredClockSpeed") or stick.get("Speed")
         bits = stick.get("DataWidth") or 64
-        sticks.append(Stick(place, _number_or_0(speed), _number_or_0(bits)))
+        sticks.append(Stick(position, _number_or_0(speed), _number_or_0(bits)))
     return ram_of(sticks, channels)
 
 

@@ -17,12 +17,12 @@ def run(*command: str, timeout_s: float = 5.0) -> str:
     Its exit status is ignored.
     """
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
         )
     except (OSError, ValueError, subprocess.SubprocessError):
         return ""
-    return done.stdout.decode("utf-8", "replace")
+    return result.stdout.decode("utf-8", "replace")
 
 
 def read_text(path: str, limit_bytes: int = 1 << 20) -> str | None:

@@ -23,10 +23,10 @@ def read(cache: Path, data: Path) -> HealthFacts:
     Facts that could not be read stay None, so that they are reported as not checked.
     """
     if sys.platform == "darwin":
-        power = run("/usr/bin/pmset", "-g", "custom")
+        pmset_text = run("/usr/bin/pmset", "-g", "custom")
     else:
-        power = None
-    free_bytes = {name: _free(path) for name, path in _disks(cache, data).items()}
+        pmset_text = None
+    free_bytes = {name: _free_bytes(path) for name, path in _disk_paths(cache, data).items()}
     return HealthFacts(
         build=llama_cpp_build(),
         disk_free_bytes={name: free for name, free in free_bytes.items() if free is not None},
@@ -35,7 +35,7 @@ def read(cache: Path, data: Path) -> HealthFacts:
         pressure=read_text("/proc/pressure/memory"),
         platform_profile=read_text("/sys/firmware/acpi/platform_profile"),
         on_battery=_on_battery(),
-        pmset=power or None,
+        pmset=pmset_text or None,
     )
 
 
@@ -74,12 +74,12 @@ def _cuda_architectures(library: Path) -> tuple[int, ...]:
             library.open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
         ):
-            found = [m.groups(default=b"") for m in re.finditer(pattern, content)]
+            matches = [m.groups(default=b"") for m in re.finditer(pattern, content)]
     except (OSError, ValueError):
         return ()
-    listed = chain.from_iterable(archs.split(b",") for archs, _ in found if archs)
-    hundreds = [int(number) // 10 for number in listed if 500 <= int(number) <= 2000]
-    return tuple(sorted({*hundreds, *(int(name) for _, name in found if name)}))
+    numbers_listed = chain.from_iterable(archs.split(b",") for archs, _ in matches if archs)
+    from_list = [int(number) // 10 for number in numbers_listed if 500 <= int(number) <= 2000]
+    return tuple(sorted({*from_list, *(int(name) for _, name in matches if name)}))
 
 
 def version(distribution: str) -> str | None:
@@ -89,12 +89,12 @@ def version(distribution: str) -> str | None:
         return None
 
 
-def _disks(cache: Path, data: Path) -> dict[str, Path]:
+def _disk_paths(cache: Path, data: Path) -> dict[str, Path]:
     hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HF_HOME") or "~/.cache/huggingface"
     return {"models": Path(hub).expanduser(), "cache": cache, "conversations": data}
 
 
-def _free(path: Path) -> int | None:
+def _free_bytes(path: Path) -> int | None:
     while not path.exists() and path != path.parent:
         path = path.parent
     try:

@@ -32,8 +32,8 @@ TYPES = (
     "BF16",
 )
 # TFLOP/s by machine, build, type, layout and kind of product: see measurement_store.py.
-_SHELF = FigureFile("matrix_rate.json", sane=(1e-4, 1000.0))
-_KINDS = ("prompt_flops_s", "experts_flops_s", "token_flops_s")
+_FIGURES = FigureFile("matrix_rate.json", sane=(1e-4, 1000.0))
+_PRODUCTS = ("prompt_flops_s", "experts_flops_s", "token_flops_s")
 _LAYOUTS = ("stored", "laid_out")
 
 
@@ -46,21 +46,21 @@ def measure(types: Sequence[str]) -> Measurements | None:
 
     Returns None if it does not answer. Plans then assume a rate.
     """
-    before = ProcessorTimes.now()
+    times_before = ProcessorTimes.now()
     reply = programs.ask("llamacpp.matrix_rate", *types)
     try:
         answer = {} if reply.failure else reply.answers[-1]
         threads = int(answer["threads"])
         cpu_s = float(answer["cpu_s"])
-        found = {place: float(rate) for place, rate in _flat(answer["rates"])}
+        flops_s = {key: float(rate) for key, rate in _flat_rates(answer["rates"])}
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    others = before.others_share(ProcessorTimes.now(child_s=cpu_s))
+    others_share = times_before.others_share(ProcessorTimes.now(child_s=cpu_s))
     date = time.strftime("%Y-%m-%d")
-    how = f"the installed llama.cpp's product of {{}} matrices, {threads} thread(s)"
+    source = f"the installed llama.cpp's product of {{}} matrices, {threads} thread(s)"
     return {
-        place: Measurement(round(rate / 1e12, 4), how.format(place[0]), date, others)
-        for place, rate in found.items()
+        key: Measurement(round(rate / 1e12, 4), source.format(key[0]), date, others_share)
+        for key, rate in flops_s.items()
     }
 
 
@@ -69,33 +69,35 @@ def due(folder: Path, machine: str, types: Sequence[str]) -> list[str]:
 
     They were not measured yet, or only while it was busy.
     """
-    return [name for name in types if _SHELF.due(folder, _key(machine, name, "stored", _KINDS[0]))]
+    return [
+        name for name in types if _FIGURES.due(folder, _key(machine, name, "stored", _PRODUCTS[0]))
+    ]
 
 
 def keep(folder: Path, machine: str, measurements: Measurements) -> None:
-    _SHELF.keep_all(folder, {_key(machine, *place): rate for place, rate in measurements.items()})
+    _FIGURES.keep_all(folder, {_key(machine, *key): rate for key, rate in measurements.items()})
 
 
-def _flat(rates: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str], Any]]:
+def _flat_rates(rates: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str], Any]]:
     """Yield each rate that the program printed, with its type, layout and kind."""
     for name, layouts in rates.items():
-        for layout, kind in product(layouts, _KINDS):
+        for layout, kind in product(layouts, _PRODUCTS):
             yield (name, layout, kind), layouts[layout][kind]
 
 
 def reliable(folder: Path, machine: str) -> tuple[TypeRates, ...]:
     """Return the rates cached for `machine` (with its build) that need no other measurement."""
-    known = _SHELF.reliable_of(folder, f"{machine} | ")
-    found: list[TypeRates] = []
-    for name in dict.fromkeys(key.split()[0] for key in known):
-        stored, laid_out = (_rates(known, name, layout) for layout in _LAYOUTS)
+    figures = _FIGURES.reliable_of(folder, f"{machine} | ")
+    type_rates: list[TypeRates] = []
+    for name in dict.fromkeys(key.split()[0] for key in figures):
+        stored, laid_out = (_rates(figures, name, layout) for layout in _LAYOUTS)
         if stored is not None:
-            found.append(TypeRates(name, stored, laid_out))
-    return tuple(found)
+            type_rates.append(TypeRates(name, stored, laid_out))
+    return tuple(type_rates)
 
 
-def _rates(known: Mapping[str, Figure], name: str, layout: str) -> MatrixRates | None:
-    prompt, experts, token = (known.get(f"{name} {layout} {kind}") for kind in _KINDS)
+def _rates(figures: Mapping[str, Figure], name: str, layout: str) -> MatrixRates | None:
+    prompt, experts, token = (figures.get(f"{name} {layout} {kind}") for kind in _PRODUCTS)
     if prompt is None or experts is None or token is None:
         return None
     return MatrixRates(prompt, experts, token)

@@ -17,7 +17,7 @@ from typing import Any
 from localllm.device.parsers.gpus import SMI_FIELDS
 from localllm.device.probes import run
 
-_WSL = "/usr/lib/wsl/lib"
+_WSL_FOLDER = "/usr/lib/wsl/lib"
 
 
 def outputs() -> dict[str, str]:
@@ -33,13 +33,13 @@ def nvml() -> str:
 
     No CUDA context is opened, because that would cost memory.
     """
-    found: list[dict[str, Any]] | None = None
+    gpus: list[dict[str, Any]] | None = None
     with session() as api:
         if api is not None:
-            found = [_gpu(api, index) for index in range(int(api.nvmlDeviceGetCount()))]
-    if found is None:
+            gpus = [_gpu(api, index) for index in range(int(api.nvmlDeviceGetCount()))]
+    if gpus is None:
         return ""
-    return json.dumps([gpu for gpu in found if gpu])
+    return json.dumps([gpu for gpu in gpus if gpu])
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ def session() -> Iterator[Any]:
 
     # WSL keeps the library outside the loader's path. After this load, it is found by name.
     with contextlib.suppress(OSError):
-        ctypes.CDLL(f"{_WSL}/libnvidia-ml.so.1", mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(f"{_WSL_FOLDER}/libnvidia-ml.so.1", mode=ctypes.RTLD_GLOBAL)
     try:
         api.nvmlInit()
     except (api.NVMLError, OSError):
@@ -81,7 +81,7 @@ def _has_driver() -> bool:
 
     It is searched by the name that `pynvml` uses, and in WSL's folder.
     """
-    for name in ("libnvidia-ml.so.1", f"{_WSL}/libnvidia-ml.so.1"):
+    for name in ("libnvidia-ml.so.1", f"{_WSL_FOLDER}/libnvidia-ml.so.1"):
         with contextlib.suppress(OSError):
             ctypes.CDLL(name)
             return True
@@ -112,30 +112,30 @@ _NVML_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def _gpu(api: Any, index: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     # AttributeError: the driver or nvidia-ml-py is too old for the call.
-    refused = (api.NVMLError, AttributeError, ValueError)
+    expected_errors = (api.NVMLError, AttributeError, ValueError)
     try:
         handle = api.nvmlDeviceGetHandleByIndex(index)
     except api.NVMLError:  # The GPU is lost or excluded. The others still count.
-        return found
+        return fields
     for key, (name, read_value) in _NVML_FIELDS.items():
-        with contextlib.suppress(*refused):
-            found[key] = read_value(getattr(api, name)(handle))
-    with contextlib.suppress(*refused):
-        found["cc_major"], found["cc_minor"] = found.pop("capability", ())
-    with contextlib.suppress(*refused):
-        found["max_memory_mhz"] = api.nvmlDeviceGetMaxClockInfo(handle, api.NVML_CLOCK_MEM)
+        with contextlib.suppress(*expected_errors):
+            fields[key] = read_value(getattr(api, name)(handle))
+    with contextlib.suppress(*expected_errors):
+        fields["cc_major"], fields["cc_minor"] = fields.pop("capability", ())
+    with contextlib.suppress(*expected_errors):
+        fields["max_memory_mhz"] = api.nvmlDeviceGetMaxClockInfo(handle, api.NVML_CLOCK_MEM)
     memory = None
-    with contextlib.suppress(*refused):
+    with contextlib.suppress(*expected_errors):
         memory = api.nvmlDeviceGetMemoryInfo(handle, version=api.nvmlMemory_v2)
-        found["reserved"] = memory.reserved
+        fields["reserved"] = memory.reserved
     with contextlib.suppress(api.NVMLError):
         memory = memory or api.nvmlDeviceGetMemoryInfo(handle)
-        found |= {"total": memory.total, "used": memory.used, "free": memory.free}
-    if found.get("mig"):
-        found["slices"] = _slices(api, handle)
-    return found
+        fields |= {"total": memory.total, "used": memory.used, "free": memory.free}
+    if fields.get("mig"):
+        fields["slices"] = _slices(api, handle)
+    return fields
 
 
 def _slices(api: Any, handle: Any) -> list[int]:
@@ -144,26 +144,26 @@ def _slices(api: Any, handle: Any) -> list[int]:
     with contextlib.suppress(api.NVMLError, AttributeError):
         for index in range(int(api.nvmlDeviceGetMaxMigDeviceCount(handle))):
             with contextlib.suppress(api.NVMLError):
-                slice_ = api.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-                sizes.append(int(api.nvmlDeviceGetMemoryInfo(slice_).total))
+                mig_device = api.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+                sizes.append(int(api.nvmlDeviceGetMemoryInfo(mig_device).total))
     return sizes
 
 
 def energy() -> list[tuple[str, float]]:
     """Return the joules used by each GPU since its driver was loaded, with a name for the GPU."""
-    found: list[tuple[str, float]] = []
+    joules: list[tuple[str, float]] = []
     with session() as api:
         for index in range(api.nvmlDeviceGetCount() if api is not None else 0):
             millijoules = api.nvmlDeviceGetTotalEnergyConsumption(
                 api.nvmlDeviceGetHandleByIndex(index)
             )
-            found.append((f"nvidia-{index}", millijoules / 1000))
-    return found
+            joules.append((f"nvidia-{index}", millijoules / 1000))
+    return joules
 
 
 def smi() -> str:
     """Return nvidia-smi's CSV with its header, or "" without nvidia-smi."""
-    program = shutil.which("nvidia-smi") or f"{_WSL}/nvidia-smi"
+    program = shutil.which("nvidia-smi") or f"{_WSL_FOLDER}/nvidia-smi"
     if not Path(program).exists():
         return ""
     return run(program, f"--query-gpu={SMI_FIELDS}", "--format=csv")

@@ -30,15 +30,18 @@ class PowerUse:
 def counters() -> list[power.EnergyCounter]:
     """Return the energy counters of processors and GPUs, or an empty list if they cannot be read."""
     folders = sorted(glob.glob("/sys/class/powercap/intel-rapl*:*"))
-    read = {}
+    zone_texts = {}
     for folder in folders:
-        read[folder] = (
+        zone_texts[folder] = (
             read_text(f"{folder}/name"),
             read_text(f"{folder}/energy_uj"),
             read_text(f"{folder}/max_energy_range_uj"),
         )
-    zones = power.rapl(read)
-    return [*zones, *(power.EnergyCounter(*one, 0.0) for one in nvidia.energy())]
+    zones = power.rapl(zone_texts)
+    return [
+        *zones,
+        *(power.EnergyCounter(*name_and_joules, 0.0) for name_and_joules in nvidia.energy()),
+    ]
 
 
 def power_figures() -> dict[str, float]:

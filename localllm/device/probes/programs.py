@@ -47,8 +47,8 @@ def ask(
     import tempfile
 
     answers: list[dict[str, Any]] = []
-    until_s = time.monotonic() + timeout_s
-    late = False
+    deadline_s = time.monotonic() + timeout_s
+    is_late = False
     with tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
@@ -65,24 +65,24 @@ def ask(
         reader.start()
         try:
             reader.join(timeout_s)
-            process.wait(max(0.0, until_s - time.monotonic()))
+            process.wait(max(0.0, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            late = True
+            is_late = True
         finally:
             process.kill()
             process.wait()
         errors.seek(0)
-        printed = errors.read().decode("utf-8", "replace")
-    if late:
+        stderr_text = errors.read().decode("utf-8", "replace")
+    if is_late:
         return ProgramAnswers(tuple(answers), failure=f"it did not end in time ({timeout_s:.0f} s)")
-    stderr_lines = tuple(line.strip() for line in printed.splitlines() if line.strip())
+    stderr_lines = tuple(line.strip() for line in stderr_text.splitlines() if line.strip())
     failure = "" if answers else "its answer can't be read"
     if process.returncode:
         if stderr_lines:
-            last = stderr_lines[-1][:300]
+            reason = stderr_lines[-1][:300]
         else:
-            last = "it printed no answer"
-        failure = f"its process ended with {_ending(process.returncode)}: {last}"
+            reason = "it printed no answer"
+        failure = f"its process ended with {_ending_text(process.returncode)}: {reason}"
     return ProgramAnswers(tuple(answers), stderr_lines, failure)
 
 
@@ -111,9 +111,9 @@ def _answers(line: bytes) -> list[dict[str, Any]]:
     return []
 
 
-def _ending(code: int) -> str:
+def _ending_text(code: int) -> str:
     """Describe how a process ended, by its exit status."""
-    known = {int(sig): sig.name for sig in signal.Signals}
+    signal_names = {int(sig): sig.name for sig in signal.Signals}
     if code < 0:
-        return f"signal {known.get(-code, -code)}"
+        return f"signal {signal_names.get(-code, -code)}"
     return f"exit code {code}"

@@ -31,13 +31,13 @@ def environment() -> dict[str, str]:
 
 # --- Linux
 
-_FILES = (
+_LINUX_FILES = (
     "/proc/meminfo", "/proc/cpuinfo", "/proc/version", "/proc/device-tree/model",
     "/proc/self/cgroup",
     "/.dockerenv", "/run/udev/data/+dmi:id", "/sys/class/dmi/id/product_name",
     "/var/lib/nvpmodel/status",
 )  # fmt: skip
-_PATTERNS = (
+_LINUX_PATTERNS = (
     "/sys/class/kfd/kfd/topology/nodes/*/properties",
     "/sys/class/kfd/kfd/topology/nodes/*/mem_banks/0/properties",
     "/sys/devices/system/cpu/cpu0/cache/index*/size",
@@ -51,7 +51,7 @@ _CARD_FILES = (
 
 def linux_readings(architecture: str) -> Readings:
     """Return all readings needed to identify a Linux machine."""
-    files = _read_all(_paths())
+    files = _read_all(_paths_to_read())
     files |= _read_all(files_to_read(files.get("/proc/self/cgroup", "")))
     vendors = {text.strip() for path, text in files.items() if path.endswith("/vendor")}
     outputs = environment()
@@ -68,13 +68,13 @@ def linux_readings(architecture: str) -> Readings:
 
 def _read_all(paths: Iterable[str]) -> dict[str, str]:
     """Return the text of the files that can be read."""
-    read = {path: read_text(path) for path in paths}
-    return {path: text for path, text in read.items() if text is not None}
+    texts = {path: read_text(path) for path in paths}
+    return {path: text for path, text in texts.items() if text is not None}
 
 
-def _paths() -> Iterator[str]:
-    yield from _FILES
-    for pattern in _PATTERNS:
+def _paths_to_read() -> Iterator[str]:
+    yield from _LINUX_FILES
+    for pattern in _LINUX_PATTERNS:
         yield from glob.glob(pattern)
     for card in glob.glob("/sys/class/drm/card[0-9]*/device"):
         if "-" not in card.split("/")[4]:  # card0-DP-1 is a connector.
@@ -105,17 +105,17 @@ def macos_outputs() -> dict[str, str]:
 
     system_profiler (about 260 ms) runs only if ioreg gives no core count.
     """
-    found = {
+    outputs = {
         "sysctl": run("/usr/sbin/sysctl", *_SYSCTL_KEYS),
         "ioreg": run("/usr/sbin/ioreg", "-rc", "AGXAccelerator", "-d1"),
         "vm_stat": run("/usr/bin/vm_stat"),
         "metal": metal(),
     }
-    if "gpu-core-count" not in found["ioreg"]:
-        found["system_profiler"] = run(
+    if "gpu-core-count" not in outputs["ioreg"]:
+        outputs["system_profiler"] = run(
             "/usr/sbin/system_profiler", "SPDisplaysDataType", "-json", timeout_s=10.0
         )
-    return {name: text for name, text in found.items() if text}
+    return {name: text for name, text in outputs.items() if text}
 
 
 def metal(load: Callable[[str], Any] = ctypes.CDLL) -> str:
@@ -141,26 +141,26 @@ def metal(load: Callable[[str], Any] = ctypes.CDLL) -> str:
         ) -> int:
             call = objc.objc_msgSend
             call.restype = restype
-            of_arguments = [ctypes.c_uint64] * len(arguments)
-            call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *of_arguments]
+            argument_types = [ctypes.c_uint64] * len(arguments)
+            call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *argument_types]
             return int(call(receiver, objc.sel_registerName(message), *arguments) or 0)
 
         framework.MTLCreateSystemDefaultDevice.restype = ctypes.c_void_p
         device = framework.MTLCreateSystemDefaultDevice()
         if not device:
             framework.MTLCopyAllDevices.restype = ctypes.c_void_p
-            listed = framework.MTLCopyAllDevices()
-            if not listed or not send(listed, b"count"):
+            devices = framework.MTLCopyAllDevices()
+            if not devices or not send(devices, b"count"):
                 return ""
-            device = send(listed, b"objectAtIndex:", 0, restype=ctypes.c_void_p)
-        size = 0
+            device = send(devices, b"objectAtIndex:", 0, restype=ctypes.c_void_p)
+        size_bytes = 0
         if device:
-            size = send(device, b"recommendedMaxWorkingSetSize")
+            size_bytes = send(device, b"recommendedMaxWorkingSetSize")
     except (OSError, AttributeError):
         return ""
-    if not size:
+    if not size_bytes:
         return ""
-    return f"recommendedMaxWorkingSetSize = {size} bytes"
+    return f"recommendedMaxWorkingSetSize = {size_bytes} bytes"
 
 
 # --- Windows
@@ -168,8 +168,8 @@ def metal(load: Callable[[str], Any] = ctypes.CDLL) -> str:
 _DISPLAY_CLASS = (
     r"HKLM\SYSTEM\CurrentControlSet\Control\Class\{4d36e968-e325-11ce-bfc1-08002be10318}"
 )
-_PROCESSOR = r"HKLM\HARDWARE\DESCRIPTION\System\CentralProcessor\0"
-_STICKS = (
+_PROCESSOR_KEY = r"HKLM\HARDWARE\DESCRIPTION\System\CentralProcessor\0"
+_MODULES_QUERY = (
     "Get-CimInstance Win32_PhysicalMemory | "
     "Select-Object "
     "Capacity,ConfiguredClockSpeed,Speed,SMBIOSMemoryType,DataWidth,BankLabel,DeviceLocator | "
@@ -181,17 +181,17 @@ def windows_outputs() -> dict[str, str]:
     """Return all outputs needed to identify a Windows machine. No administrator rights are
     needed."""
     memory = SystemMemory()
-    found = {
+    outputs = {
         "memory-status": (
             f"ullTotalPhys: {memory.total_bytes}\nullAvailPhys: {memory.available_bytes()}\n"
         ),
         "display-class": run("reg", "query", _DISPLAY_CLASS, "/s"),
-        "processor": run("reg", "query", _PROCESSOR, "/v", "ProcessorNameString"),
+        "processor": run("reg", "query", _PROCESSOR_KEY, "/v", "ProcessorNameString"),
         "cores": str(os.cpu_count() or ""),
         # Set only in an emulated process, to the machine's real architecture.
         "native-architecture": os.environ.get("PROCESSOR_ARCHITEW6432", ""),
     }
-    return environment() | nvidia.outputs() | {name: text for name, text in found.items() if text}
+    return environment() | nvidia.outputs() | {name: text for name, text in outputs.items() if text}
 
 
 def physical_memory() -> dict[str, str]:
@@ -199,7 +199,9 @@ def physical_memory() -> dict[str, str]:
 
     This takes half a second, so it is not part of `windows_outputs`.
     """
-    text = run("powershell", "-NoProfile", "-NonInteractive", "-Command", _STICKS, timeout_s=20.0)
+    text = run(
+        "powershell", "-NoProfile", "-NonInteractive", "-Command", _MODULES_QUERY, timeout_s=20.0
+    )
     if text:
         return {"physical-memory": text}
     return {}
