@@ -31,22 +31,22 @@ from localllm_catalog.types import (
 )
 
 # The keys of a [[models]] table. tests/catalog/family_schema.py describes the value of each.
-_ABOUT_IT = {
+_DESCRIPTION_KEYS = {
     "id", "family", "name", "hf_repo", "release_date", "licence", "architecture",
     "gguf_architecture", "modality",
     "purposes", "tokenizer", "tokenizer_pre", "tools", "reasoning", "fim", "sampling", "drafts",
     "companions", "external_drafts", "quality", "notes", "params_note", "sources", "_file",
 }  # fmt: skip
-_SHAPES = {
+_SHAPE_KEYS = {
     "params", "active", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab",
     "context", "tied", "experts", "attention_gate", "ffn_matrices", "residual_streams",
     "per_layer_embedding", "lookup", "mtp_layers", "mtp_params", "vision_params", "image_tokens",
 }  # fmt: skip
-_LAYERS = {
+_LAYER_KEYS = {
     "pattern", "layer_list", "sliding", "full", "mla", "recurrent", "shared_kv_layers",
     "shared_kv_ffn", "split_blocks",
 }  # fmt: skip
-MODEL_KEYS = _ABOUT_IT.union(_SHAPES, _LAYERS, Format)
+MODEL_KEYS = _DESCRIPTION_KEYS.union(_SHAPE_KEYS, _LAYER_KEYS, Format)
 
 # Sources of facts, by the labels that tables cite: title, url, date and kind (measured,
 # self-reported, estimate).
@@ -79,17 +79,17 @@ def build_model(raw: Mapping[str, Any], sources: Sources) -> Model:
 
 
 def _companion(entry: Mapping[str, Any]) -> Companion:
-    found = Companion(**entry)
-    check_repo(found.repo)
-    if found.file:
-        check_file(found.file)
-    return found
+    companion = Companion(**entry)
+    check_repo(companion.repo)
+    if companion.file:
+        check_file(companion.file)
+    return companion
 
 
 def _build(raw: Mapping[str, Any], sources: Sources) -> Model:
     """Build the model without its variants."""
     sampling = raw.get("sampling", {})
-    second = sampling.get("non_thinking")
+    non_thinking = sampling.get("non_thinking")
     purposes = cast("list[Purpose]", raw.get("purposes", ["chat"]))
     quality = _quality(raw.get("quality", {}), sources)
     return Model(
@@ -104,7 +104,7 @@ def _build(raw: Mapping[str, Any], sources: Sources) -> Model:
         modality=tuple(raw.get("modality", ("text",))),
         purposes=tuple(purposes),
         sampling=_sampling(sampling),
-        sampling_non_thinking=None if second is None else _sampling(second),
+        sampling_non_thinking=None if non_thinking is None else _sampling(non_thinking),
         quality=tuple(quality),
         notes=raw.get("notes", ""),
         params_note=raw.get("params_note", ""),
@@ -118,18 +118,18 @@ def _number(table: Mapping[str, Any], key: str, default: int = 0) -> int:
 
 def _shapes(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's name and its shapes."""
-    total = int(raw["params"])
-    shapes_ = {
-        "params_total": total,
-        "params_active": _number(raw, "active", total),
+    n_params = int(raw["params"])
+    shape_fields = {
+        "params_total": n_params,
+        "params_active": _number(raw, "active", n_params),
         "intermediate_size": _number(raw, "ffn"),
         "layers": build_layers(raw),
     }
     for field, key in _WHOLE_NUMBERS.items():
-        shapes_[field] = int(raw[key])
+        shape_fields[field] = int(raw[key])
     for key in ("id", "name", "family"):
-        shapes_[key] = raw[key]
-    return shapes_
+        shape_fields[key] = raw[key]
+    return shape_fields
 
 
 # Fields that every model states, and their keys.
@@ -223,10 +223,10 @@ def _sampling(facts: Mapping[str, Any]) -> SamplingDefaults:
 def _quality(table: Mapping[str, Mapping[str, float]], sources: Sources) -> Iterator[Quality]:
     for label, scores in table.items():
         source = sources[label]
-        where = f"{source['title']} {source.get('url', '')}".strip()
+        citation = f"{source['title']} {source.get('url', '')}".strip()
         kind = source.get("kind", "")
         for benchmark, score in scores.items():
-            yield Quality(benchmark, float(score), source["date"], where, kind)
+            yield Quality(benchmark, float(score), source["date"], citation, kind)
 
 
 # --- variants -------------------------------------------------------------------------------------
@@ -260,49 +260,56 @@ def _gguf_variants(
     model: Model, tables: Iterable[Mapping[str, Any]], sources: Sources
 ) -> Iterator[Variant]:
     # The vision tower is in its own file.
-    seeing = model.vision_params
-    heads_share = (model.extra_params - seeing) / (model.params_total - seeing)
+    vision_params = model.vision_params
+    all_mtp_share = (model.extra_params - vision_params) / (model.params_total - vision_params)
     for table in tables:
         source = _source_title(table, sources)
         check_repo(table["repo"])
         if "mmproj" in table:
             check_file(table["mmproj"])
-        heads = heads_share if table.get("heads") else 0.0
-        for quant, size in table.get("bytes", {}).items():
-            yield _gguf(table, quant, int(size), True, source, heads)
-        for quant, size in table.get("about", {}).items():
-            yield _gguf(table, quant, int(size), False, source, heads)
+        mtp_share = all_mtp_share if table.get("heads") else 0.0
+        for quant, size_bytes in table.get("bytes", {}).items():
+            yield _gguf_variant(table, quant, int(size_bytes), True, source, mtp_share)
+        for quant, size_bytes in table.get("about", {}).items():
+            yield _gguf_variant(table, quant, int(size_bytes), False, source, mtp_share)
         for quant in table.get("estimate", ()):
             if quant not in quants.MIXTURES:
                 raise BadCatalogError(
                     f"no bits are known for {quant}", "give its size as `bytes` or `about`"
                 )
-            yield _gguf(table, quant, shapes.estimate_gguf_bytes(model, quant), False, ESTIMATED)
+            yield _gguf_variant(
+                table, quant, shapes.estimate_gguf_bytes(model, quant), False, ESTIMATED
+            )
 
 
-def _gguf(
-    table: Mapping[str, Any], quant: str, size: int, exact: bool, source: str, heads: float = 0.0
+def _gguf_variant(
+    table: Mapping[str, Any],
+    quant: str,
+    size_bytes: int,
+    exact: bool,
+    source: str,
+    mtp_share: float = 0.0,
 ) -> Variant:
-    mtp_bytes = round(heads * size)
+    mtp_bytes = round(mtp_share * size_bytes)
     return Variant(
         Format.GGUF,
         quant,
         table["repo"],
         _file_names(table, quant),
-        size,
+        size_bytes,
         exact,
         mmproj_file=table.get("mmproj", ""),
         mmproj_bytes=_number(table, "mmproj_bytes"),
         source=source,
-        weights_bytes=size - mtp_bytes if mtp_bytes else 0,
+        weights_bytes=size_bytes - mtp_bytes if mtp_bytes else 0,
         mtp_bytes=mtp_bytes,
     )
 
 
 def _file_names(table: Mapping[str, Any], quant: str) -> tuple[str, ...]:
-    listed = table.get("files", {}).get(quant)
-    if listed is not None:
-        return tuple(check_file(name) for name in listed)
+    file_names = table.get("files", {}).get(quant)
+    if file_names is not None:
+        return tuple(check_file(name) for name in file_names)
     if "file" not in table:
         return ()
     return (check_file(table["file"].replace("{quant}", quant)),)
@@ -315,11 +322,11 @@ def _mlx_variants(
         repo = check_repo(table["repo"])
         quant = table["quant"]
         source = _source_title(table, sources)
-        size = table.get("bytes", table.get("about"))
-        if size is None:
-            size = shapes.estimate_mlx_bytes(model, quant)
+        size_bytes = table.get("bytes", table.get("about"))
+        if size_bytes is None:
+            size_bytes = shapes.estimate_mlx_bytes(model, quant)
             source = ESTIMATED
-        yield Variant(Format.MLX, quant, repo, (), int(size), "bytes" in table, source=source)
+        yield Variant(Format.MLX, quant, repo, (), int(size_bytes), "bytes" in table, source=source)
 
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -333,14 +340,14 @@ def expand_pattern(pattern: list[str], n_layers: int) -> list[str]:
 
     Raises BadCatalogError for an unknown word or a pattern longer than the model.
     """
-    known = mixer.words()
+    known_words = mixer.words()
     words: list[str] = []
     for token in pattern:
         match = _TOKEN.fullmatch(token)
-        if match is None or match[1] not in known:
-            listed = ", ".join(f'"{word}"' for word in known)
+        if match is None or match[1] not in known_words:
+            words_text = ", ".join(f'"{word}"' for word in known_words)
             raise BadCatalogError(
-                f"{token!r} is not a layer pattern", f'write {listed}, with "*N" to repeat'
+                f"{token!r} is not a layer pattern", f'write {words_text}, with "*N" to repeat'
             )
         words += [match[1]] * int(match[2] or 1)
     if not words or len(words) > n_layers:
@@ -353,7 +360,7 @@ def build_layers(raw: Mapping[str, Any]) -> tuple[Layer, ...]:
     missing key."""
     n_layers = int(raw["layers"])
     if "layer_list" in raw:
-        return _listed(raw["layer_list"], n_layers)
+        return _listed_layers(raw["layer_list"], n_layers)
     experts = raw.get("experts")
     shared_from = n_layers - int(raw.get("shared_kv_layers", 0))
     dense_until = int(experts.get("dense_layers", 0)) if experts else n_layers
@@ -367,23 +374,23 @@ def build_layers(raw: Mapping[str, Any]) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
-def _listed(rows: list[dict[str, Any]], n_layers: int) -> tuple[Layer, ...]:
+def _listed_layers(rows: list[dict[str, Any]], n_layers: int) -> tuple[Layer, ...]:
     """Build layers that are listed one by one or in repeated groups, as read from a file's
     header."""
-    layers = tuple(islice(_repeated(rows, n_layers + 1), n_layers + 1))
+    layers = tuple(islice(_repeated_layers(rows, n_layers + 1), n_layers + 1))
     if len(layers) != n_layers:
         raise BadCatalogError(f"the layers listed are not the {n_layers} that the model has")
     return layers
 
 
-def _repeated(rows: list[dict[str, Any]], max_times: int) -> Iterator[Layer]:
+def _repeated_layers(rows: list[dict[str, Any]], max_times: int) -> Iterator[Layer]:
     for row in rows:
         if "layers" in row:
-            ones = list(islice(_repeated(row["layers"], max_times), max_times))
+            group = list(islice(_repeated_layers(row["layers"], max_times), max_times))
         else:
-            ones = [layer_of({key: value for key, value in row.items() if key != "times"})]
-        for _ in range(row["times"] if ones else 0):
-            yield from ones
+            group = [layer_of({key: value for key, value in row.items() if key != "times"})]
+        for _ in range(row["times"] if group else 0):
+            yield from group
 
 
 _FFN_KEYS = ("ffn", "intermediate")
@@ -407,12 +414,12 @@ def row_of(layer: Layer) -> dict[str, Any]:
 
 
 def _layer(raw: Mapping[str, Any], word: str, shares_kv: bool, dense: bool) -> Layer:
-    mixed = mixer.from_table(mixer.TableLayer(raw, word, shares_kv))
+    token_mixer = mixer.from_table(mixer.TableLayer(raw, word, shares_kv))
     width = int(raw.get("shared_kv_ffn", 0)) if shares_kv else 0
     if raw.get("split_blocks") and word != "none":
-        return Layer(mixed, "none", width)
+        return Layer(token_mixer, "none", width)
     if dense:
-        return Layer(mixed, "dense", width)
+        return Layer(token_mixer, "dense", width)
     if raw["experts"].get("beside_dense"):
-        return Layer(mixed, "both", width)
-    return Layer(mixed, "experts", width)
+        return Layer(token_mixer, "both", width)
+    return Layer(token_mixer, "experts", width)

@@ -28,7 +28,7 @@ class Catalog:
     """
 
     def __init__(self, tables: Mapping[str, Mapping[str, Any]], sources: Sources) -> None:
-        self.by_id: Mapping[str, Model] = _BuiltWhenUsed(tables, sources)
+        self.by_id: Mapping[str, Model] = _LazyModels(tables, sources)
         self._tables = tables
 
     @property
@@ -38,8 +38,8 @@ class Catalog:
     def get(self, model_id: str) -> Model | None:
         """Return the model with this id, or None. Case is ignored, and a final "-instruct" or "-it"
         is optional."""
-        wanted = model_id.lower()
-        names = (wanted, f"{wanted}-instruct", f"{wanted}-it")
+        lowered = model_id.lower()
+        names = (lowered, f"{lowered}-instruct", f"{lowered}-it")
         for name in names:
             if name in self.by_id:
                 return self.by_id[name]
@@ -60,26 +60,28 @@ class Catalog:
 
     @cached_property
     def _ids_by_name(self) -> dict[str, str]:
-        known: dict[str, str] = {}
+        ids_by_name: dict[str, str] = {}
         for model_id, table in self._tables.items():
             for name in names_in(table):
-                known.setdefault(bare(name), model_id)
-        known.pop("", None)
-        return known
+                ids_by_name.setdefault(bare(name), model_id)
+        ids_by_name.pop("", None)
+        return ids_by_name
 
     def suggest(self, name: str, limit: int = 3) -> list[str]:
         """Return the ids that a user who typed `name` may have meant, best first; empty if no id is
         similar."""
-        wanted = name.lower().rpartition("/")[2]
-        inside: list[str] = []
-        if wanted:
-            inside = [i for i in self.by_id if wanted in i or i in wanted]
-            inside.sort(key=len)
-        closest = difflib.get_close_matches(wanted, self.by_id, n=limit, cutoff=0.55)
-        return list(dict.fromkeys(inside + closest))[:limit]
+        typed = name.lower().rpartition("/")[2]
+        containing: list[str] = []
+        if typed:
+            containing = [
+                model_id for model_id in self.by_id if typed in model_id or model_id in typed
+            ]
+            containing.sort(key=len)
+        closest = difflib.get_close_matches(typed, self.by_id, n=limit, cutoff=0.55)
+        return list(dict.fromkeys(containing + closest))[:limit]
 
 
-class _BuiltWhenUsed(Mapping[str, Model]):
+class _LazyModels(Mapping[str, Model]):
     """Models by id. Raises BadCatalogError for a table that is not a model's."""
 
     def __init__(self, tables: Mapping[str, Mapping[str, Any]], sources: Sources) -> None:
@@ -122,25 +124,25 @@ def load(user_dir: Path | None = None, read: Callable[[], Documents] = shipped) 
     """
     documents = read()
     sources = documents[SOURCES_FILE.name]
-    raw: dict[str, dict[str, Any]] = {}
+    tables_by_id: dict[str, dict[str, Any]] = {}
     for path in shipped_files()[1:]:
         for table in _models_of(documents[path.name], path):
-            if table["id"] in raw:
-                first = raw[table["id"]]["_file"]
-                raise BadCatalogError(f"{path.name}: {table['id']} is already in {first}")
-            raw[table["id"]] = table
-    own: list[str] = []
+            if table["id"] in tables_by_id:
+                first_file = tables_by_id[table["id"]]["_file"]
+                raise BadCatalogError(f"{path.name}: {table['id']} is already in {first_file}")
+            tables_by_id[table["id"]] = table
+    own_ids: list[str] = []
     user_files = []
     if user_dir is not None:
         user_files = _files_in(user_dir)
     for path in user_files:
         for table in read_family(path):
             _check_values(table, f"{path.name}: {table['id']}")
-            raw[table["id"]] = _overlay(raw.get(table["id"]), table)
-            own.append(table["id"])
-    catalog = Catalog(raw, sources)
+            tables_by_id[table["id"]] = _merged_table(tables_by_id.get(table["id"]), table)
+            own_ids.append(table["id"])
+    catalog = Catalog(tables_by_id, sources)
     # An error in a user's file is reported, whichever model is used.
-    for model_id in own:
+    for model_id in own_ids:
         catalog.by_id[model_id]
     return catalog
 
@@ -212,8 +214,8 @@ def _models_of(document: Mapping[str, Any], path: Path) -> Iterator[dict[str, An
 
 def _parse(path: Path) -> dict[str, Any]:
     if not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
-        most_mib = _MAX_FILE_BYTES >> 20
-        raise BadCatalogError(f"{path} is not a file of at most {most_mib} MiB", "remove it")
+        max_mib = _MAX_FILE_BYTES >> 20
+        raise BadCatalogError(f"{path} is not a file of at most {max_mib} MiB", "remove it")
     import tomllib
 
     try:
@@ -230,7 +232,7 @@ def _parse(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _overlay(base: dict[str, Any] | None, table: dict[str, Any]) -> dict[str, Any]:
+def _merged_table(base: dict[str, Any] | None, table: dict[str, Any]) -> dict[str, Any]:
     """Merge `table` over `base`. Sub-tables (sampling, experts, …) are merged key by key, lists are
     replaced."""
     if base is None:
@@ -239,8 +241,8 @@ def _overlay(base: dict[str, Any] | None, table: dict[str, Any]) -> dict[str, An
     for key, value in table.items():
         if key == "family":
             continue
-        old = merged.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
-            value = {**old, **value}
+        base_value = merged.get(key)
+        if isinstance(base_value, dict) and isinstance(value, dict):
+            value = {**base_value, **value}
         merged[key] = value
     return merged

@@ -28,8 +28,8 @@ def wrapped(model_type: str) -> str:
 @cache
 def of_type(model_type: str) -> Mapping[str, Any]:
     """Return the values that a config of this type implies; {} for an unknown type."""
-    own = dict(_tables()["types"].get(wrapped(model_type), {}))
-    parent = own.pop("like", None)
+    values = dict(_tables()["types"].get(wrapped(model_type), {}))
+    parent = values.pop("like", None)
     if parent is None:
-        return own
-    return {**of_type(parent), **own}
+        return values
+    return {**of_type(parent), **values}

@@ -81,19 +81,19 @@ def _experts(facts: Facts, blocks: list[BlockTensors]) -> Experts | None:
     count = facts.number("expert_count", 0)
     if not count:
         return None
-    used = facts.number("expert_used_count", 1, maximum=count)
+    n_used = facts.number("expert_used_count", 1, maximum=count)
     width = facts.number("expert_feed_forward_length", 0) or max(facts.ffn, default=0)
-    shared = facts.number("expert_shared_count", 0)
+    n_shared = facts.number("expert_shared_count", 0)
     shared_width = facts.number("expert_shared_feed_forward_length", 0)
-    if shared_width and not shared:
-        shared = 1
-    dense = next((index for index, block in enumerate(blocks) if block.has_experts()), 0)
+    if shared_width and not n_shared:
+        n_shared = 1
+    n_dense = next((index for index, block in enumerate(blocks) if block.has_experts()), 0)
     return Experts(
-        count, used, width, shared, shared_width, dense, facts.number("moe_latent_size", 0)
+        count, n_used, width, n_shared, shared_width, n_dense, facts.number("moe_latent_size", 0)
     )
 
 
-def _place(name: str, n_layers: int) -> str:
+def _weight_group(name: str, n_layers: int) -> str:
     """Return where a tensor's weights count: in a "layer", in the "mtp" blocks after the layers, as
     an "input" table, or for the "output"."""
     match = BLOCK_TENSOR.fullmatch(name)
@@ -106,45 +106,45 @@ def _place(name: str, n_layers: int) -> str:
     return "output"
 
 
-def _streamed(header: GgufHeader, facts: Facts) -> list[TensorInfo]:
+def _tensors_of_step(header: GgufHeader, facts: Facts) -> list[TensorInfo]:
     """Return the tensors that each token's step reads (a part of the experts).
 
     MTP blocks and row lookup tables are left out, except a table that is also the output matrix.
     """
-    looked_up = {"per_layer_token_embd.weight"}
+    lookup_tables = {"per_layer_token_embd.weight"}
     if not facts.tied:
-        looked_up.add("token_embd.weight")
+        lookup_tables.add("token_embd.weight")
     return [
-        t
-        for t in header.tensors
-        if t.name not in looked_up and _place(t.name, facts.n_layers) != "mtp"
+        tensor
+        for tensor in header.tensors
+        if tensor.name not in lookup_tables and _weight_group(tensor.name, facts.n_layers) != "mtp"
     ]
 
 
 def _variant(header: GgufHeader, facts: Facts, blocks: list[BlockTensors], repo: str) -> Variant:
     count = facts.number("expert_count", 0)
-    share = 1.0
+    active_share = 1.0
     if count:
-        used = facts.per_layer("expert_used_count", 0)[: facts.n_layers]
-        share = min(1.0, sum(used) / facts.n_layers / count)
+        n_used_by_layer = facts.per_layer("expert_used_count", 0)[: facts.n_layers]
+        active_share = min(1.0, sum(n_used_by_layer) / facts.n_layers / count)
     n_bytes: Counter[str] = Counter()
     for tensor in header.tensors:
-        n_bytes[_place(tensor.name, facts.n_layers)] += tensor.n_bytes
+        n_bytes[_weight_group(tensor.name, facts.n_layers)] += tensor.n_bytes
         if facts.tied and tensor.name == "token_embd.weight":
             n_bytes["tied"] += tensor.n_bytes
     active_bytes = 0
-    for tensor in _streamed(header, facts):
+    for tensor in _tensors_of_step(header, facts):
         if tensor.is_expert:
-            active_bytes += round(tensor.n_bytes * share)
+            active_bytes += round(tensor.n_bytes * active_share)
         else:
             active_bytes += tensor.n_bytes
-    names = tuple(PurePosixPath(name.replace("\\", "/")).name for name in header.files)
+    file_names = tuple(PurePosixPath(name.replace("\\", "/")).name for name in header.files)
     layer_bytes = tuple(block.n_bytes() for block in blocks)
     return Variant(
         Format.GGUF,
-        quant_of(names[0]) or _stated_quant(header),
+        quant_of(file_names[0]) or _stated_quant(header),
         repo,
-        names if repo else header.files,
+        file_names if repo else header.files,
         header.file_bytes,
         exact=True,
         weights_bytes=n_bytes["layer"] + n_bytes["input"] + n_bytes["output"],
@@ -171,7 +171,7 @@ def _stated_quant(header: GgufHeader) -> str:
     return main_type
 
 
-def _vocabulary(header: GgufHeader, facts: Facts) -> int:
+def _vocab_size(header: GgufHeader, facts: Facts) -> int:
     for tensor in header.tensors:
         if tensor.name == "token_embd.weight" and len(tensor.shape) == 2:
             return tensor.shape[1]
@@ -203,7 +203,7 @@ def _model(
         intermediate_size=max(facts.ffn, default=0),
         n_heads=max(facts.heads, default=0),
         head_dim=facts.head_dim_k,
-        vocab_size=_vocabulary(header, facts),
+        vocab_size=_vocab_size(header, facts),
         native_context=facts.number("context_length", 0, maximum=architectures.MAX_TOKENS),
         variants=(variant,),
     )
@@ -212,7 +212,7 @@ def _model(
         model,
         tied_embeddings=facts.tied,
         experts=experts,
-        architecture=describe(layers, experts),
+        architecture=architecture_word(layers, experts),
         gguf_architecture=facts.arch,
         mtp_layers=facts.n_mtp,
         lookup_params=_lookup_params(header),
@@ -233,21 +233,21 @@ def _model(
 
 def _with_names(model: Model, header: GgufHeader, facts: Facts) -> Model:
     """Return `model` with its names, and with the facts in its chat template and tokenizer."""
-    base = header.text("general.basename")
-    name = shown(header.text("general.name") or base or PurePosixPath(header.files[0]).stem)
+    base_name = header.text("general.basename")
+    name = shown(header.text("general.name") or base_name or PurePosixPath(header.files[0]).stem)
     template = header.text("tokenizer.chat_template")
-    pre = shown(header.text("tokenizer.ggml.pre"))
+    pre_tokenizer = shown(header.text("tokenizer.ggml.pre"))
     model_id = re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
     purpose: Purpose = "chat" if facts.kind == "model" else "embedding"
     return replace(
         model,
         id=model_id or "model",
         name=name,
-        family=shown(base.lower() or facts.arch),
+        family=shown(base_name.lower() or facts.arch),
         licence=shown(header.text("general.license")),
         purposes=(purpose,),
-        tokenizer_family=architectures.TOKENIZERS.get(pre, pre),
-        tokenizer_pre=pre,
+        tokenizer_family=architectures.TOKENIZERS.get(pre_tokenizer, pre_tokenizer),
+        tokenizer_pre=pre_tokenizer,
         calls_tools=stated.calls_tools(template),
         reasoning_kind=stated.reasoning_kind(template),
         sampling=stated.sampling_of_header(header.metadata),
@@ -257,7 +257,7 @@ def _with_names(model: Model, header: GgufHeader, facts: Facts) -> Model:
 def _active_params(header: GgufHeader, facts: Facts, experts: Experts | None) -> int:
     """Return the parameters that one token's step reads."""
     total = 0
-    for tensor in _streamed(header, facts):
+    for tensor in _tensors_of_step(header, facts):
         if tensor.is_expert and experts is not None:
             total += tensor.n_elements * experts.n_active // experts.n_experts
         else:
@@ -277,15 +277,15 @@ def _lookup_params(header: GgufHeader) -> int:
 def _has_gated_queries(facts: Facts, blocks: list[BlockTensors]) -> bool:
     """Return whether the first query matrix also produces a gate: it is then twice as wide as the
     heads."""
-    width = max(facts.heads, default=0) * facts.head_dim_k
+    heads_width = max(facts.heads, default=0) * facts.head_dim_k
     for block in blocks:
         query = block.tensors.get("attn_q.weight")
         if query is not None:
-            return len(query.shape) == 2 and query.shape[1] == 2 * width
+            return len(query.shape) == 2 and query.shape[1] == 2 * heads_width
     return False
 
 
-def describe(layers: tuple[Layer, ...], experts: Experts | None) -> str:
+def architecture_word(layers: tuple[Layer, ...], experts: Experts | None) -> str:
     """Return the catalog's word for an architecture: dense, moe, hybrid or hybrid-moe, with -mla or
     -swa if it applies."""
     mixers = [layer.mixer for layer in layers]

@@ -17,7 +17,7 @@ from localllm_catalog import shapes, stated
 from localllm_catalog.architectures import MAX_LAYERS
 from localllm_catalog.build import build_layers
 from localllm_catalog.errors import BadHeaderError, CatalogError
-from localllm_catalog.from_gguf import describe
+from localllm_catalog.from_gguf import architecture_word
 from localllm_catalog.hf_config import ALL_RECURRENT, MAMBAS, Config
 from localllm_catalog.layers import mixer
 from localllm_catalog.names import Format, shown
@@ -30,7 +30,7 @@ _FULL_EVERY: dict[str, tuple[str, int, str]] = dict.fromkeys(
     ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
     ("recurrent", 4, "full_attention_interval"),
 )
-_PERIODS: dict[str, tuple[str, int, str]] = _FULL_EVERY | {
+_LAYER_PERIODS: dict[str, tuple[str, int, str]] = _FULL_EVERY | {
     name: ("sliding", period, "sliding_window_pattern")
     for period, names in (
         (2, ("gemma2", "gpt_oss")),
@@ -40,8 +40,8 @@ _PERIODS: dict[str, tuple[str, int, str]] = _FULL_EVERY | {
     for name in names
 }
 _GATED_QUERIES = frozenset({*_FULL_EVERY, "muse_glimmer", "muse_glimmer_text"})
-_PLAIN_FFN = frozenset({"nemotron_h", "starcoder2", "phi", "gpt2", "gpt_neox", "rwkv7"})
-_KNOWN_PLAIN = frozenset(
+_UNGATED_FFN = frozenset({"nemotron_h", "starcoder2", "phi", "gpt2", "gpt_neox", "rwkv7"})
+_FULL_ATTENTION_TYPES = frozenset(
     {"llama", "mistral", "mistral3", "ministral3", "mixtral", "qwen2", "qwen2_moe", "qwen3",
     "qwen3_moe", "qwen3_vl",
      "qwen3_vl_moe", "phi3", "phimoe", "gemma", "granite", "granitemoe", "smollm3", "glm4",
@@ -73,8 +73,8 @@ def model_from_config(
     Raises BadHeaderError if the config is not of a language model, or describes an impossible one.
     """
     try:
-        raw = _raw(config, repo)
-        layers = _overridden(build_layers(raw), Config(config))
+        table = _family_table(config, repo)
+        layers = _with_overridden_layers(build_layers(table), Config(config))
     except CatalogError as error:
         raise BadHeaderError(f"config.json: {error.message}", error.hint) from error
     except (KeyError, TypeError, ValueError) as error:
@@ -82,7 +82,7 @@ def model_from_config(
             f"config.json has contradictory values: {error!r}", "the folder may be incomplete"
         ) from error
     model = replace(
-        _model(raw, layers, template), sampling=stated.sampling_of_config(generation or {})
+        _model(table, layers, template), sampling=stated.sampling_of_config(generation or {})
     )
     variant = _variant(config, files, repo)
     total, active = shapes.count_params(model)
@@ -97,7 +97,7 @@ def model_from_config(
     return replace(model, params_total=total, params_active=active, variants=(variant,))
 
 
-def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
+def _family_table(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
     """Convert the config to a table like those of our family files, so that the same code builds
     layers from both."""
     facts = Config(config)
@@ -129,7 +129,7 @@ def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
     table |= {
         "tied": bool(facts.get("tie_word_embeddings")),
         "attention_gate": facts.type in _GATED_QUERIES,
-        "ffn_matrices": 2 if facts.type in _PLAIN_FFN else 3,
+        "ffn_matrices": 2 if facts.type in _UNGATED_FFN else 3,
         # Each block is a mixer or a feed-forward, never both.
         "split_blocks": facts.type == "nemotron_h" or facts.type in MAMBAS,
         "shared_kv_layers": facts.number("num_kv_shared_layers", default=0),
@@ -148,7 +148,7 @@ def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
     return table
 
 
-def _overridden(layers: tuple[Layer, ...], facts: Config) -> tuple[Layer, ...]:
+def _with_overridden_layers(layers: tuple[Layer, ...], facts: Config) -> tuple[Layer, ...]:
     """Return `layers` with the values of per_layer_config for single layers (by number, or by the
     name of their kind)."""
     layer_configs = facts.get("per_layer_config")
@@ -157,14 +157,20 @@ def _overridden(layers: tuple[Layer, ...], facts: Config) -> tuple[Layer, ...]:
     if not isinstance(layer_configs, Mapping):
         return layers
     words = mixer.config_words()
-    of_kind = {words[str(word)]: own for word, own in layer_configs.items() if str(word) in words}
-    changed = []
+    config_by_kind = {
+        words[str(word)]: layer_config
+        for word, layer_config in layer_configs.items()
+        if str(word) in words
+    }
+    overridden_layers = []
     for index, layer in enumerate(layers):
-        own = layer_configs.get(str(index), layer_configs.get(index, of_kind.get(layer.kind)))
-        if isinstance(own, Mapping):
-            layer = replace(layer, mixer=layer.mixer.overridden(Config(own)))
-        changed.append(layer)
-    return tuple(changed)
+        layer_config = layer_configs.get(
+            str(index), layer_configs.get(index, config_by_kind.get(layer.kind))
+        )
+        if isinstance(layer_config, Mapping):
+            layer = replace(layer, mixer=layer.mixer.overridden(Config(layer_config)))
+        overridden_layers.append(layer)
+    return tuple(overridden_layers)
 
 
 def _heads(facts: Config, hidden: int) -> int:
@@ -188,23 +194,23 @@ def _layer_words(facts: Config, n_layers: int) -> list[str]:
     if facts.type in ALL_RECURRENT:
         return ["recurrent"] * n_layers
     words = mixer.config_words()
-    listed = facts.get("layer_types", "layers_block_type")
-    if isinstance(listed, list) and len(listed) >= n_layers:
-        return [_listed_word(words, str(item)) for item in listed[:n_layers]]
+    layer_types = facts.get("layer_types", "layers_block_type")
+    if isinstance(layer_types, list) and len(layer_types) >= n_layers:
+        return [_listed_word(words, str(item)) for item in layer_types[:n_layers]]
     letters = facts.get("hybrid_override_pattern")
     if isinstance(letters, str) and len(letters) == n_layers and set(letters) <= words.keys():
         return [words[letter] for letter in letters]
-    numbered = facts.get("full_attn_idxs")
-    if isinstance(numbered, list):
-        return _with_full(n_layers, "recurrent", set(map(str, numbered)))
-    between, every, key = _PERIODS.get(facts.type, ("full", 1, ""))
-    every = max(1, facts.number(key, default=every))
-    return _with_full(n_layers, between, set(map(str, range(every - 1, n_layers, every))))
+    full_numbers = facts.get("full_attn_idxs")
+    if isinstance(full_numbers, list):
+        return _with_full(n_layers, "recurrent", set(map(str, full_numbers)))
+    other_word, period, key = _LAYER_PERIODS.get(facts.type, ("full", 1, ""))
+    period = max(1, facts.number(key, default=period))
+    return _with_full(n_layers, other_word, set(map(str, range(period - 1, n_layers, period))))
 
 
-def _with_full(n_layers: int, between: str, full: Collection[str]) -> list[str]:
-    """Return full layers at these numbers, and `between` at all others."""
-    return ["full" if str(index) in full else between for index in range(n_layers)]
+def _with_full(n_layers: int, other_word: str, full_numbers: Collection[str]) -> list[str]:
+    """Return full layers at these numbers, and `other_word` at all others."""
+    return ["full" if str(index) in full_numbers else other_word for index in range(n_layers)]
 
 
 def _listed_word(words: Mapping[str, str], name: str) -> str:
@@ -215,93 +221,95 @@ def _listed_word(words: Mapping[str, str], name: str) -> str:
     return words[name]
 
 
-def _add_experts(raw: dict[str, Any], facts: Config) -> None:
-    count = facts.number(
+def _add_experts(table: dict[str, Any], facts: Config) -> None:
+    n_experts = facts.number(
         "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", default=0
     )
-    if not count:
+    if not n_experts:
         return
-    active = facts.number("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k")
-    if not 1 <= active <= count:
-        raise BadHeaderError(f"{active} of {count} experts cannot be used")
-    width = facts.number("moe_intermediate_size", default=raw["ffn"])
-    shared = facts.number(
+    n_active = facts.number(
+        "num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k"
+    )
+    if not 1 <= n_active <= n_experts:
+        raise BadHeaderError(f"{n_active} of {n_experts} experts cannot be used")
+    expert_width = facts.number("moe_intermediate_size", default=table["ffn"])
+    shared_width = facts.number(
         "shared_expert_intermediate_size",
         "moe_shared_expert_intermediate_size",
         "shared_intermediate_size",
         "share_expert_dim",
         default=0,
     )
-    n_shared = facts.number("n_shared_experts", default=1 if shared else 0)
+    n_shared = facts.number("n_shared_experts", default=1 if shared_width else 0)
     n_dense = facts.number("first_k_dense_replace", "num_dense_layers", default=0)
-    raw["experts"] = {
-        "count": count,
-        "active": active,
-        "ffn": width,
+    table["experts"] = {
+        "count": n_experts,
+        "active": n_active,
+        "ffn": expert_width,
         "shared": n_shared,
-        "shared_ffn": shared,
-        "dense_layers": min(n_dense, raw["layers"]),
+        "shared_ffn": shared_width,
+        "dense_layers": min(n_dense, table["layers"]),
         "latent": facts.number("moe_latent_size", default=0),
         "beside_dense": facts.type.startswith("gemma4"),
     }
 
 
-def _model(raw: Mapping[str, Any], layers: tuple[Layer, ...], template: str) -> Model:
-    facts = raw.get("experts")
+def _model(table: Mapping[str, Any], layers: tuple[Layer, ...], template: str) -> Model:
+    expert_table = table.get("experts")
     experts = None
-    if facts:
+    if expert_table:
         keys = ("count", "active", "ffn", "shared", "shared_ffn", "dense_layers", "latent")
-        experts = Experts(*(int(facts[key]) for key in keys))
-    per_layer = raw.get("per_layer_embedding", 0)
+        experts = Experts(*(int(expert_table[key]) for key in keys))
+    per_layer = table.get("per_layer_embedding", 0)
     model = Model(
-        id=raw["id"],
-        name=raw["name"],
-        family=raw["type"],
+        id=table["id"],
+        name=table["name"],
+        family=table["type"],
         params_total=0,
         params_active=0,
         layers=layers,
-        hidden_size=raw["hidden"],
-        intermediate_size=raw["ffn"],
-        n_heads=raw["heads"],
-        head_dim=raw["head_dim"],
-        vocab_size=raw["vocab"],
-        native_context=raw["context"],
-        hf_repo=raw["repo"],
+        hidden_size=table["hidden"],
+        intermediate_size=table["ffn"],
+        n_heads=table["heads"],
+        head_dim=table["head_dim"],
+        vocab_size=table["vocab"],
+        native_context=table["context"],
+        hf_repo=table["repo"],
     )
     model = replace(
         model,
-        tied_embeddings=raw["tied"],
+        tied_embeddings=table["tied"],
         experts=experts,
-        architecture=describe(layers, experts),
+        architecture=architecture_word(layers, experts),
         calls_tools=stated.calls_tools(template),
         reasoning_kind=stated.reasoning_kind(template),
-        mtp_layers=raw["mtp_layers"],
-        ffn_matrices=raw["ffn_matrices"],
-        attention_gate=raw["attention_gate"],
-        q_rank=raw.get("mla", {}).get("q_rank", 0),
-        lookup_params=per_layer * raw["layers"] * raw["vocab"],
+        mtp_layers=table["mtp_layers"],
+        ffn_matrices=table["ffn_matrices"],
+        attention_gate=table["attention_gate"],
+        q_rank=table.get("mla", {}).get("q_rank", 0),
+        lookup_params=per_layer * table["layers"] * table["vocab"],
     )
-    if raw["type"] in _KNOWN_PLAIN or set(raw["pattern"]) != {"full"}:
+    if table["type"] in _FULL_ATTENTION_TYPES or set(table["pattern"]) != {"full"}:
         return model
-    warning = f"the model type {raw['type']!r} is unknown: its KV may be smaller"
+    warning = f"the model type {table['type']!r} is unknown: its KV may be smaller"
     return replace(model, shape_warning=warning)
 
 
 # Names of formats that other programs use, by quant_method (QuantizationMethod of
 # https://github.com/huggingface/transformers).
-_FOREIGN = {
+_FOREIGN_FORMATS = {
     "fp8": "FP8", "fbgemm_fp8": "FP8 (FBGEMM)", "compressed-tensors": "compressed-tensors",
     "bitsandbytes": "bitsandbytes",
     "awq": "AWQ", "gptq": "GPTQ", "modelopt": "NVIDIA ModelOpt's format",
 }  # fmt: skip
-_OUR_MODES = frozenset({"", Format.MLX, "affine", "mxfp4", "mxfp8", "nvfp4", "bitnet"})
+_MLX_MODES = frozenset({"", Format.MLX, "affine", "mxfp4", "mxfp8", "nvfp4", "bitnet"})
 
 
-def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     tables = [config]
-    text = config.get("text_config")
-    if isinstance(text, Mapping):
-        tables.append(text)
+    text_config = config.get("text_config")
+    if isinstance(text_config, Mapping):
+        tables.append(text_config)
     for key in ("quantization", "quantization_config", "compression_config"):
         for table in tables:
             section = table.get(key)
@@ -313,25 +321,25 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def foreign_format(config: Mapping[str, Any]) -> str:
     """Return the name of the other program's format that the weights have ("AWQ", "FP8"), or "" if
     MLX runs them."""
-    section = _quantization(config) or {}
+    section = _quantization_section(config) or {}
     method = str(section.get("quant_method") or "").lower()
     if not method and ("load_in_4bit" in section or "load_in_8bit" in section):
         method = "bitsandbytes"
-    if method in _OUR_MODES:
+    if method in _MLX_MODES:
         return ""
-    return _FOREIGN.get(method, shown(method)[:40])
+    return _FOREIGN_FORMATS.get(method, shown(method)[:40])
 
 
 def quant_of(config: Mapping[str, Any]) -> str:
     """Return the MLX format in a config's quantization section: "4bit", "8bit-g32", "mxfp4"; "bf16"
     without such a section."""
-    section = _quantization(config)
+    section = _quantization_section(config)
     if section is None:
         return "bf16"
-    foreign = foreign_format(config)
-    if foreign:
+    foreign_name = foreign_format(config)
+    if foreign_name:
         raise BadHeaderError(
-            f"its weights are in {foreign}, which MLX can't run",
+            f"its weights are in {foreign_name}, which MLX can't run",
             "use an MLX conversion of the model (mlx-community has many), or a GGUF file",
         )
     mode = str(section.get("mode") or section.get("quant_method") or "affine")
@@ -340,17 +348,17 @@ def quant_of(config: Mapping[str, Any]) -> str:
     if mode == "bitnet":
         return "bf16"
     bits = section.get("bits")
-    group = section.get("group_size", 64)
+    group_size = section.get("group_size", 64)
     name = f"{bits}bit"
-    if group != 64:
-        name = f"{name}-g{group}"
+    if group_size != 64:
+        name = f"{name}-g{group_size}"
     mlx_bits(name)
     return name
 
 
 def _variant(config: Mapping[str, Any], files: Mapping[str, int], repo: str) -> Variant:
-    weights = sum(size for name, size in files.items() if name.endswith(".safetensors"))
-    if not weights or any(size < 0 for size in files.values()):
+    weights_bytes = sum(size for name, size in files.items() if name.endswith(".safetensors"))
+    if not weights_bytes or any(size < 0 for size in files.values()):
         raise BadHeaderError(
             "no .safetensors files with their sizes", "the folder may be incomplete"
         )
@@ -361,6 +369,6 @@ def _variant(config: Mapping[str, Any], files: Mapping[str, int], repo: str) -> 
         tuple(sorted(files)),
         sum(files.values()),
         exact=True,
-        weights_bytes=weights,
+        weights_bytes=weights_bytes,
         source="the folder's own files",
     )

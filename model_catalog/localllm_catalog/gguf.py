@@ -34,13 +34,13 @@ MAX_STRING_BYTES = 4 << 20
 MAX_KEPT_STRING_BYTES = 16 << 20
 MAX_KEPT_ELEMENTS = 500_000
 MAX_STRING_ELEMENTS = 2_000_000
-KEEP_ARRAY = 4_096
+MAX_KEPT_ARRAY = 4_096
 _MAX_KEY_BYTES = 1_024
 _MAX_NAME_BYTES = 256
 _MAX_DIMS = 4
 # https://github.com/ikawrakow/ik_llama.cpp ggml/include/ggml.h: its own types have much higher
 # numbers than llama.cpp's.
-_OF_IK_LLAMA = range(97, 400)
+_IK_LLAMA_TYPE_IDS = range(97, 400)
 
 _U64 = struct.Struct("<Q")
 _SCALARS: dict[int, struct.Struct] = {
@@ -137,12 +137,12 @@ def read(
     Raises SourceError if the file or one of its splits cannot be reached.
     """
     name = os.fspath(source)
-    opened = open_source or FileSource
-    first = _read_one(opened(name), ends)
+    open_file = open_source or FileSource
+    first = _read_one(open_file(name), ends)
     count = first.integer("split.count", 1)
     if count <= 1:
         return first
-    return _read_splits(name, first, count, opened)
+    return _read_splits(name, first, count, open_file)
 
 
 def check_length(path: str | os.PathLike[str]) -> None:
@@ -184,7 +184,7 @@ def split_names(name: str, count: int) -> list[str]:
         or {"/", "\\"} & set(name)
     ):
         raise BadHeaderError(
-            f"the header says {count} splits, unlike the file name {name!r} does not",
+            f"the header says {count} splits, but the file name {name!r} does not",
             "keep the names the files were published under (…-00001-of-00003.gguf)",
         )
     return parts
@@ -202,13 +202,13 @@ def _read_splits(
             raise BadHeaderError(f"{name} is not split {index + 1} of {count}", "download it again")
         parts.append(part)
     tensors = tuple(tensor for part in parts for tensor in part.tensors)
-    stated = parts[0].integer("split.tensors.count", len(tensors))
-    if len({tensor.name for tensor in tensors}) != len(tensors) or stated != len(tensors):
+    stated_count = parts[0].integer("split.tensors.count", len(tensors))
+    if len({tensor.name for tensor in tensors}) != len(tensors) or stated_count != len(tensors):
         raise BadHeaderError(
-            f"{names[0]}: the splits hold {len(tensors)} tensors, {stated} were announced"
+            f"{names[0]}: the splits hold {len(tensors)} tensors, {stated_count} were announced"
         )
-    size = sum(part.file_bytes for part in parts)
-    return replace(parts[0], tensors=tensors, files=tuple(names), file_bytes=size)
+    total_bytes = sum(part.file_bytes for part in parts)
+    return replace(parts[0], tensors=tensors, files=tuple(names), file_bytes=total_bytes)
 
 
 # --- one file -------------------------------------------------------------------------------------
@@ -313,24 +313,24 @@ class _Cursor:
         """Skip `count` strings. The file chooses the length of this loop, so the strings are
         counted."""
         self.count(count, "strings, more than any vocabulary", MAX_STRING_ELEMENTS)
-        first = self.position
-        if first in self._ends:
-            self.position = self._ends[first]
+        start_position = self.position
+        if start_position in self._ends:
+            self.position = self._ends[start_position]
             count = 0
         unpack = _U64.unpack_from
         while count:
             buffer, index = self.need(8, subject)
             start = index
             end = len(buffer) - 8
-            for left in range(count - 1, -1, -1):
+            for n_left in range(count - 1, -1, -1):
                 index += 8 + unpack(buffer, index)[0]
-                count = left
+                count = n_left
                 if index > end:
                     break
             self.position += index - start
         if self.position > self.limit:
             raise self.too_long(subject)
-        self._ends[first] = self.position
+        self._ends[start_position] = self.position
 
 
 def _parse(cursor: _Cursor) -> GgufHeader:
@@ -363,10 +363,10 @@ def _parse(cursor: _Cursor) -> GgufHeader:
 
 
 def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
-    start = cursor.take(8, "the magic number")
-    if start[:4] != b"GGUF":
+    magic = cursor.take(8, "the magic number")
+    if magic[:4] != b"GGUF":
         hint = "give a .gguf file; convert other formats, or use MLX files"
-        raise other_kind(start, "GGUF", hint)
+        raise other_kind(magic, "GGUF", hint)
     cursor.position -= 4
     version = cursor.u32("the version")
     if version not in (2, 3):
@@ -401,14 +401,14 @@ def _array(cursor: _Cursor, key: str) -> Value:
         raise BadHeaderError(f"{key} is an array of arrays, which GGUF readers reject")
     if type_id == _STRING:
         cursor.fits(count, 8, f"strings of {key}")
-        if count > KEEP_ARRAY:
+        if count > MAX_KEPT_ARRAY:
             cursor.skip_strings(count, key)
             return SkippedArray(count)
         cursor.count(count, "elements of short arrays", MAX_KEPT_ELEMENTS)
         return tuple(cursor.string(key) for _ in range(count))
     size = _scalar(key, type_id).size
     cursor.fits(count, size, f"elements of {key}")
-    if count > KEEP_ARRAY:
+    if count > MAX_KEPT_ARRAY:
         cursor.position += count * size
         return SkippedArray(count)
     cursor.count(count, "elements of short arrays", MAX_KEPT_ELEMENTS)
@@ -416,15 +416,17 @@ def _array(cursor: _Cursor, key: str) -> Value:
 
 
 def _scalar(key: str, type_id: int) -> struct.Struct:
-    packing = _SCALARS.get(type_id)
-    if packing is None:
+    scalar_type = _SCALARS.get(type_id)
+    if scalar_type is None:
         raise BadHeaderError(f"{key} has the unknown type {type_id}")
-    return packing
+    return scalar_type
 
 
 def _numbers(cursor: _Cursor, key: str, type_id: int, count: int) -> tuple[Scalar, ...]:
-    packing = _scalar(key, type_id)
-    values = struct.unpack(f"<{count}{packing.format[-1]}", cursor.take(packing.size * count, key))
+    scalar_type = _scalar(key, type_id)
+    values = struct.unpack(
+        f"<{count}{scalar_type.format[-1]}", cursor.take(scalar_type.size * count, key)
+    )
     if type_id == _BOOL:
         if any(value > 1 for value in values):
             raise BadHeaderError(f"{key} is a boolean other than 0 and 1")
@@ -440,22 +442,24 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
     shape = tuple(cursor.u64(name) for _ in range(n_dims))
     type_id = cursor.u32(name)
     offset = cursor.u64(name)
-    kind = GGUF_TYPE_BY_ID.get(type_id)
-    if kind is None:
+    tensor_type = GGUF_TYPE_BY_ID.get(type_id)
+    if tensor_type is None:
         raise _unknown_type(name, type_id)
-    elements = math.prod(shape)
-    if not elements or elements >= 1 << 63:
+    n_elements = math.prod(shape)
+    if not n_elements or n_elements >= 1 << 63:
         raise BadHeaderError(f"{name} has the impossible shape {shape}")
-    if shape[0] % kind.block:
+    if shape[0] % tensor_type.block:
         raise BadHeaderError(
             f"rows of {shape[0]} in {name} are not a multiple "
-            f"of {kind.name}'s block size {kind.block}"
+            f"of {tensor_type.name}'s block size {tensor_type.block}"
         )
     if offset % alignment:
         raise BadHeaderError(
             f"{name} starts at {offset}, not a multiple of the alignment {alignment}"
         )
-    return TensorInfo(name, shape, kind.name, offset, tensor_bytes(kind.name, elements))
+    return TensorInfo(
+        name, shape, tensor_type.name, offset, tensor_bytes(tensor_type.name, n_elements)
+    )
 
 
 def _unknown_type(name: str, type_id: int) -> BadHeaderError:
@@ -464,7 +468,7 @@ def _unknown_type(name: str, type_id: int) -> BadHeaderError:
             f"{name} is in a format that llama.cpp removed (type {type_id})",
             "download a newer file",
         )
-    if type_id in _OF_IK_LLAMA:
+    if type_id in _IK_LLAMA_TYPE_IDS:
         return BadHeaderError(
             f"{name} is in a format of ik_llama.cpp's (type {type_id})",
             "run it with that program, or use another quant",
@@ -476,16 +480,16 @@ def _unknown_type(name: str, type_id: int) -> BadHeaderError:
 
 def _check_data(tensors: list[TensorInfo], data_start: int, file_bytes: int) -> None:
     names: set[str] = set()
-    end = 0
+    end_offset = 0
     for tensor in sorted(tensors, key=attrgetter("offset")):
         if tensor.name in names:
             raise BadHeaderError(f"the tensor {tensor.name} occurs twice")
         names.add(tensor.name)
-        if tensor.offset < end:
+        if tensor.offset < end_offset:
             raise BadHeaderError(f"{tensor.name} overlaps the tensor before it")
-        end = tensor.offset + tensor.n_bytes
-        if data_start + end > file_bytes:
+        end_offset = tensor.offset + tensor.n_bytes
+        if data_start + end_offset > file_bytes:
             raise PartialFileError(
-                f"{tensor.name} ends at byte {data_start + end} of a file of {file_bytes}",
+                f"{tensor.name} ends at byte {data_start + end_offset} of a file of {file_bytes}",
                 "it may be cut short",
             )

@@ -69,9 +69,9 @@ class GgufLayer:
 def blocks(header: GgufHeader, n_layers: int) -> list[BlockTensors]:
     """Return the blocks of the first `n_layers` layers. A block is empty if the file has no tensors
     for it."""
-    grouped: defaultdict[int, dict[str, TensorInfo]] = defaultdict(dict)
+    tensors_by_block: defaultdict[int, dict[str, TensorInfo]] = defaultdict(dict)
     for tensor in header.tensors:
         match = BLOCK_TENSOR.fullmatch(tensor.name)
         if match is not None:
-            grouped[int(match[1])][match[2]] = tensor
-    return [BlockTensors(grouped.get(index, {})) for index in range(n_layers)]
+            tensors_by_block[int(match[1])][match[2]] = tensor
+    return [BlockTensors(tensors_by_block.get(index, {})) for index in range(n_layers)]

@@ -25,10 +25,10 @@ _OLLAMA_ONLY = (
 
 def check_layout(header: GgufHeader) -> None:
     """Raise BadHeaderError if only Ollama can read the file."""
-    foreign = _ollamas_own(header)
-    if foreign:
+    ollama_part = _ollamas_own(header)
+    if ollama_part:
         raise BadHeaderError(
-            f"this file is in Ollama's own layout ({foreign}), which llama.cpp can't read",
+            f"this file is in Ollama's own layout ({ollama_part}), which llama.cpp can't read",
             _OLLAMA_ONLY,
         )
 
@@ -72,9 +72,9 @@ class Facts:
         self.heads = self.per_layer("attention.head_count", 0)
         self.kv_heads = self.per_layer("attention.head_count_kv", self.heads)
         self.ffn = self.per_layer("feed_forward_length", 0)
-        first = next((heads for heads in self.heads if heads), 1)
-        self.head_dim_k = self.number("attention.key_length", self.hidden // first)
-        self.head_dim_v = self.number("attention.value_length", self.hidden // first)
+        n_first_heads = next((heads for heads in self.heads if heads), 1)
+        self.head_dim_k = self.number("attention.key_length", self.hidden // n_first_heads)
+        self.head_dim_v = self.number("attention.value_length", self.hidden // n_first_heads)
 
     def value(self, name: str) -> Value | None:
         """Return the raw value under this architecture's prefix."""

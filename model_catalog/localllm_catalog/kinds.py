@@ -92,10 +92,10 @@ _ARCHITECTURES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     "ltxv", "hyvid",
                      "wan", "lumina2", "qwen_image", "pixart", "chroma", "z_image", "omnigen2")),
 )  # fmt: skip
-_OF_ARCHITECTURE: Mapping[str, Kind] = {
+_KIND_BY_ARCHITECTURE: Mapping[str, Kind] = {
     arch: kind for kind, archs in _ARCHITECTURES for arch in archs
 }
-_OF_TYPE: Mapping[str, Kind] = {
+_KIND_BY_TYPE: Mapping[str, Kind] = {
     "mmproj": "projector", "adapter": "adapter", "imatrix": "imatrix", "vocab": "vocabulary",
     "control_vector": "adapter",
 }  # fmt: skip
@@ -112,15 +112,15 @@ def of_header(metadata: Mapping[str, object], n_tensors: int) -> Kind:
     tokenizer.
     """
     arch = str(metadata.get("general.architecture") or "")
-    kind = _OF_TYPE.get(str(metadata.get("general.type") or ""))
+    kind = _KIND_BY_TYPE.get(str(metadata.get("general.type") or ""))
     if kind is not None:
         return kind
     if any(key.startswith("imatrix.") for key in metadata):
         return "imatrix"
     if "adapter.type" in metadata or arch == "controlvector":
         return "adapter"
-    if arch in _OF_ARCHITECTURE:
-        return _OF_ARCHITECTURE[arch]
+    if arch in _KIND_BY_ARCHITECTURE:
+        return _KIND_BY_ARCHITECTURE[arch]
     if n_tensors == 0 and "tokenizer.ggml.tokens" in metadata:
         return "vocabulary"
     if _is_drafter(metadata, arch):
@@ -133,8 +133,8 @@ def is_drafter_config(config: Mapping[str, object]) -> bool:
     DSpark)."""
     if "dflash_config" in config or "speculators_model_type" in config:
         return True
-    named = config.get("architectures")
-    architectures = named if isinstance(named, list) else []
+    stated = config.get("architectures")
+    architectures = stated if isinstance(stated, list) else []
     return any("eagle3" in str(name).lower() for name in architectures)
 
 
@@ -171,14 +171,14 @@ def _model_kind(metadata: Mapping[str, object], arch: str) -> Kind:
 
 # Words that appear only in names of companion files. A word in _MERGED overrides those of an
 # adapter.
-_NEVER: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+_ALWAYS_COMPANION: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("projector", re.compile(r"mm-?proj|(?:^|-)(?:projector|clip)(?:-|$)")),
     ("adapter", re.compile(r"(?:^|-)(?:loras?|adapters?|control-?vectors?)(?:-|$)")),
     ("vocoder",
     re.compile(r"wavtokenizer|vocoder|(?:^|-)(?:snac|dac|vocos|mimi|xcodec2?|neucodec|codec|speech-tokenizer)(?:-|$)")),
     ("vocabulary", re.compile(r"(?:^|-)vocab(?:-only)?(?:-|$)")),
 )  # fmt: skip
-_MERGED = re.compile(r"(?:^|-)(?:merged?|fused|baked)(?:-|$)")
+_MERGED_WORDS = re.compile(r"(?:^|-)(?:merged?|fused|baked)(?:-|$)")
 # Words that mark a companion file if there is a complete model in the same listing …
 _COMPANION_WORDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     (
@@ -190,7 +190,7 @@ _COMPANION_WORDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("imatrix", re.compile(r"^imatrix(?:-|$)")),
 )
 # … and words that mark one only if the file is also small compared with that model.
-_SMALL: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+_SMALL_COMPANION_WORDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("drafter", re.compile(r"(?:^|-)(?:mtp|nextn|eagle|assistant|heads?)(?:-|$)")),
     ("projector", re.compile(r"(?:^|-)(?:vision|audio|vit|visual|encoder|siglip)(?:-|$)")),
     ("vocoder", re.compile(r"(?:^|-)(?:decoder|tokenizer)(?:-|$)")),
@@ -210,20 +210,22 @@ _SPLIT = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 
 def among(files: Mapping[str, int]) -> dict[str, Kind]:
     """Return the kind of each GGUF file, given names in a repository or folder and their bytes."""
-    found: dict[str, Kind] = {name: _never(name) for name in files}
-    claims = {name: _claim(name) for name in files if found[name] == "model"}
-    plain = [name for name, (kind, _) in claims.items() if kind == "model"] or list(claims)
+    kinds_by_name: dict[str, Kind] = {name: _certain_kind(name) for name in files}
+    suggestions = {name: _suggested_kind(name) for name in files if kinds_by_name[name] == "model"}
+    model_names = [name for name, (kind, _) in suggestions.items() if kind == "model"]
+    if not model_names:
+        model_names = list(suggestions)
     sizes = _complete_sizes(files)
-    largest = max((_weights(name, sizes[name]) for name in plain), default=0.0)
-    shortest = min((sizes[name] for name in plain), default=0)
-    for name, (kind, wherever) in claims.items():
+    max_weights = max((_n_weights(name, sizes[name]) for name in model_names), default=0.0)
+    min_bytes = min((sizes[name] for name in model_names), default=0)
+    for name, (kind, at_any_size) in suggestions.items():
         if kind == "model":
             continue
-        is_light = _weights(name, sizes[name]) < _SMALL_SHARE * largest
-        is_short = sizes[name] < _SHORT_SHARE * shortest
-        if is_light or is_short or (wherever and name not in plain):
-            found[name] = kind
-    return found
+        is_light = _n_weights(name, sizes[name]) < _SMALL_SHARE * max_weights
+        is_short = sizes[name] < _SHORT_SHARE * min_bytes
+        if is_light or is_short or (at_any_size and name not in model_names):
+            kinds_by_name[name] = kind
+    return kinds_by_name
 
 
 def _words(name: str) -> str:
@@ -233,19 +235,19 @@ def _words(name: str) -> str:
     return re.sub(r"[^\w]+|_", "-", _SPLIT.sub("", base)).strip("-")
 
 
-def _never(name: str) -> Kind:
+def _certain_kind(name: str) -> Kind:
     if name.rpartition("/")[2].startswith("._"):
         return "companion file"
     words = _words(name)
-    for kind, pattern in _NEVER:
-        if pattern.search(words) and not (kind == "adapter" and _MERGED.search(words)):
+    for kind, pattern in _ALWAYS_COMPANION:
+        if pattern.search(words) and not (kind == "adapter" and _MERGED_WORDS.search(words)):
             return kind
     if re.search(r"(?:^|-)imatrix(?:-|$)", words) and not quant_of(name):
         return "imatrix"
     return "model"
 
 
-def _claim(name: str) -> tuple[Kind, bool]:
+def _suggested_kind(name: str) -> tuple[Kind, bool]:
     """Return the kind that a name suggests, given a model in the same listing ("model" if it
     suggests none).
 
@@ -255,10 +257,10 @@ def _claim(name: str) -> tuple[Kind, bool]:
     words = _words(name)
     if _DRAFTER_FOLDERS & {folder.lower() for folder in name.split("/")[:-1]}:
         return "drafter", True
-    for wherever, patterns in ((True, _COMPANION_WORDS), (False, _SMALL)):
+    for at_any_size, patterns in ((True, _COMPANION_WORDS), (False, _SMALL_COMPANION_WORDS)):
         for kind, pattern in patterns:
             if pattern.search(words):
-                return kind, wherever
+                return kind, at_any_size
     return "model", False
 
 
@@ -271,7 +273,7 @@ def _complete_sizes(files: Mapping[str, int]) -> dict[str, int]:
     return {name: totals[stem] for name, stem in stems.items()}
 
 
-def _weights(name: str, n_bytes: int) -> float:
+def _n_weights(name: str, n_bytes: int) -> float:
     """Return the number of weights in a file of `n_bytes`, by the quant in its name (16 bits if the
     name has none)."""
     quant = quant_of(name)
@@ -288,7 +290,7 @@ def _weights(name: str, n_bytes: int) -> float:
 
 # --- whose projector it is ------------------------------------------------------------------------
 
-_NAMELESS = re.compile(
+_NOT_A_MODEL_NAME = re.compile(
     r"(?:mm-?proj(?:ector)?|proj|mm|projector|clip|model|ggml|gguf|vision|audio|encoder|text|visual"
     r"|[if]?f?p?(?:16|32)|bf16|q[0-9]\w*)"
 )
@@ -297,7 +299,7 @@ _NAMELESS = re.compile(
 def projector_words(name: str) -> tuple[str, ...]:
     """Return the words of a projector's name that are from its model's name; empty for
     "mmproj-model-f16.gguf"."""
-    return tuple(word for word in model_words(name) if not _NAMELESS.fullmatch(word))
+    return tuple(word for word in model_words(name) if not _NOT_A_MODEL_NAME.fullmatch(word))
 
 
 def model_words(name: str) -> tuple[str, ...]:
@@ -323,34 +325,38 @@ def own_projectors(
     """
     if not projectors:
         return []
-    kinds = {model_words(name) for name in models}
-    own = model_words(model)
-    found = []
+    models_by_words = {model_words(name) for name in models}
+    own_words = model_words(model)
+    own_names = []
     for name in projectors:
         words = projector_words(name)
-        if len(kinds) == 1:
+        if len(models_by_words) == 1:
             # One word ("p2", "vision") may have any meaning; several words are a model's name.
-            is_own = one_repo or len(words) < 2 or bool(_named(words, kinds))
+            is_own = one_repo or len(words) < 2 or bool(_models_named(words, models_by_words))
         elif words:
-            is_own = own in _named(words, kinds)
+            is_own = own_words in _models_named(words, models_by_words)
         else:
             is_own = one_repo
         if is_own:
-            found.append(name)
-    return found
+            own_names.append(name)
+    return own_names
 
 
-def _named(words: tuple[str, ...], models: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
+def _models_named(words: tuple[str, ...], models: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
     """Return the models that a projector's words name: the model with exactly these words, else the
     only one that starts with them. A publisher's name before them is ignored."""
-    spelled = [words]
+    spellings = [words]
     if len(words) > 1:
-        spelled.append(words[1:])
-    for spelling in spelled:
+        spellings.append(words[1:])
+    for spelling in spellings:
         if spelling in models:
             return {spelling}
-    for spelling in spelled:
-        begun = {m for m in models if m[: len(spelling)] == spelling or spelling[: len(m)] == m}
-        if len(begun) == 1:
-            return begun
+    for spelling in spellings:
+        beginning = {
+            model_name
+            for model_name in models
+            if model_name[: len(spelling)] == spelling or spelling[: len(model_name)] == model_name
+        }
+        if len(beginning) == 1:
+            return beginning
     return set()

@@ -33,7 +33,7 @@ FOLDER_FORMATS = frozenset(form for form in Format if form.is_folder)
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _PACKAGE = re.compile(r"pypi:[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)
 # Characters that file systems or this program do not treat as part of a name.
-_NO_PART = frozenset("/\\:<>|?*")
+_FORBIDDEN_CHARACTERS = frozenset("/\\:<>|?*")
 _MAX_PARTS = 16
 _MAX_PART_BYTES = 255
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.IGNORECASE)
@@ -43,7 +43,7 @@ _QUANT = re.compile(
 )
 # Additions to the model's name in published names: "Qwen_Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf",
 # "…-4bit", "…-GGUF".
-_TRIMMINGS = re.compile(
+_NAME_ADDITIONS = re.compile(
     r"\.gguf$|-[0-9]{5}-of-[0-9]{5}$|[-.](?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE|-Q8)?|NVFP4|BF16|F16|F32)$"
     r"|-(?:MLX|GGUF)$|-[2-8]bit$",
     re.IGNORECASE,
@@ -71,7 +71,7 @@ def _is_part(part: str) -> bool:
         and not part.startswith((".", "-", "~"))
         and 0 < len(part.encode("utf-8", "replace")) <= _MAX_PART_BYTES
         and ".." not in part
-        and not _NO_PART & set(part)
+        and not _FORBIDDEN_CHARACTERS & set(part)
     )
 
 
@@ -99,14 +99,14 @@ def shown(name: str) -> str:
     direction marks, invalid bytes) become "?"."""
     if name.isprintable():
         return name
-    return "".join(sign if sign.isprintable() else "?" for sign in name)
+    return "".join(character if character.isprintable() else "?" for character in name)
 
 
 def quant_of(name: str) -> str:
     """Return the quant in a GGUF's name ("Q4_K_M", "UD-Q4_K_XL"), or ""."""
-    found = _QUANT.findall(re.sub(r"(?i)\.gguf$", "", name))
-    if found:
-        return re.sub("^FP", "F", str(found[-1]).upper())
+    quants = _QUANT.findall(re.sub(r"(?i)\.gguf$", "", name))
+    if quants:
+        return re.sub("^FP", "F", str(quants[-1]).upper())
     return ""
 
 
@@ -122,16 +122,16 @@ def split_of(name: str) -> tuple[str, int, int] | None:
 def split_parts(name: str) -> list[str]:
     """Return the names of all parts of the split GGUF that `name` belongs to, or only `name` for a
     single file."""
-    found = split_of(name)
-    if found is None:
+    split = split_of(name)
+    if split is None:
         return [name]
-    stem, _, count = found
+    stem, _, count = split
     return [f"{stem}-{n:05d}-of-{count:05d}{name[-len('.gguf') :]}" for n in range(1, count + 1)]
 
 
 def without_quant(name: str) -> str:
     """Return a model's name without quant, split number and ending ("m.Q8_0.gguf": "m")."""
-    while (shorter := _TRIMMINGS.sub("", name)) != name:
+    while (shorter := _NAME_ADDITIONS.sub("", name)) != name:
         name = shorter
     return name
 

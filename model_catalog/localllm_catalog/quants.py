@@ -120,16 +120,16 @@ def tensor_bytes(type_name: str, n_elements: int) -> int:
     Raises CatalogError for an unknown format. Raises BadHeaderError if the elements are not whole
     blocks.
     """
-    kind = GGUF_TYPES.get(type_name)
-    if kind is None:
+    tensor_type = GGUF_TYPES.get(type_name)
+    if tensor_type is None:
         raise CatalogError(
             f"{type_name} is not a GGUF tensor format", "see localllm_catalog.quants.GGUF_TYPES"
         )
-    if n_elements < 0 or n_elements % kind.block:
+    if n_elements < 0 or n_elements % tensor_type.block:
         raise BadHeaderError(
-            f"{n_elements} elements are not a multiple of {type_name}'s block size {kind.block}"
+            f"{n_elements} elements are not a multiple of {type_name}'s block size {tensor_type.block}"
         )
-    return n_elements // kind.block * kind.block_bytes
+    return n_elements // tensor_type.block * tensor_type.block_bytes
 
 
 # --- mixtures -------------------------------------------------------------------------------------
@@ -254,8 +254,8 @@ def loss_by_bits(bits: float, n_params: float) -> float:
     ln of the published ratios falls by 1.22 a bit: 0.343 at 2.93 bits, 0.092 at 3.99, 0.031 at
     4.89.
     """
-    of_salamandra = math.exp(-3.47 - 1.22 * (bits - 4.89))
-    return of_salamandra * float((n_params / _SALAMANDRA_PARAMS) ** SIZE_EXPONENT)
+    salamandra_loss = math.exp(-3.47 - 1.22 * (bits - 4.89))
+    return salamandra_loss * float((n_params / _SALAMANDRA_PARAMS) ** SIZE_EXPONENT)
 
 
 # (weights, those of the token embedding) of the models that the mixtures' bits were read from. Both
@@ -284,10 +284,10 @@ def fallback(type_name: str, row: int) -> str:
 def body_bits(mixture: str) -> float:
     """Return the bits per weight of all but the embedding and output matrices, derived from the
     mixture's reference."""
-    mix = MIXTURES[mixture]
-    total, embed = _REFERENCES[mix.reference]
-    ends = embed * (GGUF_TYPES[mix.embed].bits + GGUF_TYPES[mix.head].bits)
-    return (total * mix.file_bits - ends) / (total - 2 * embed)
+    parts = MIXTURES[mixture]
+    total, n_embedding = _REFERENCES[parts.reference]
+    ends_bits = n_embedding * (GGUF_TYPES[parts.embed].bits + GGUF_TYPES[parts.head].bits)
+    return (total * parts.file_bits - ends_bits) / (total - 2 * n_embedding)
 
 
 # --- MLX ------------------------------------------------------------------------------------------

@@ -139,11 +139,11 @@ def estimate_gguf_bytes(model: Model, quant: str) -> int:
     the 63 files of known size in this catalog, the median error is 0.2 % and the worst 5 %
     (recomputed by the tests).
     """
-    body, head, embed = _mixture_bits(model, quant)
+    body_bits, head_bits, embed_bits = _mixture_bits(model, quant)
     embedding = model.vocab_size * model.hidden_size
-    ends = embedding * (head if model.tied_embeddings else head + embed)
-    lookup = model.lookup_params * (embed + _LOOKUP_EXTRA_BITS)
-    total_bits = trunk_params(model)[0] * body + ends + lookup
+    ends_bits = embedding * (head_bits if model.tied_embeddings else head_bits + embed_bits)
+    lookup_bits = model.lookup_params * (embed_bits + _LOOKUP_EXTRA_BITS)
+    total_bits = trunk_params(model)[0] * body_bits + ends_bits + lookup_bits
     return round(total_bits / 8) + model.vocab_size * _TOKENIZER_BYTES_PER_TOKEN
 
 
@@ -152,47 +152,48 @@ def _mixture_bits(model: Model, quant: str) -> tuple[float, float, float]:
 
     They include the fallback formats for rows that are too short for a format's blocks.
     """
-    mix = quants.MIXTURES[quant]
-    row = model.hidden_size
-    narrow = model.intermediate_size
+    mixture = quants.MIXTURES[quant]
+    row_length = model.hidden_size
+    ffn_width = model.intermediate_size
     if model.experts:
-        narrow = model.experts.intermediate
+        ffn_width = model.experts.intermediate
     # In a feed-forward, all matrices have rows of hidden_size, except the last. Its rows have the
     # feed-forward's width.
-    last = 1 / model.ffn_matrices
-    body = (1 - last) * _row_bits(quant, row) + last * _row_bits(quant, narrow)
-    head = quants.GGUF_TYPES[quants.fallback(mix.head, row)].bits
-    embed = quants.GGUF_TYPES[quants.fallback(mix.embed, row)].bits
+    last_share = 1 / model.ffn_matrices
+    body = (1 - last_share) * _row_bits(quant, row_length)
+    body += last_share * _row_bits(quant, ffn_width)
+    head = quants.GGUF_TYPES[quants.fallback(mixture.head, row_length)].bits
+    embed = quants.GGUF_TYPES[quants.fallback(mixture.embed, row_length)].bits
     return body, head, embed
 
 
-def _row_bits(quant: str, row: int) -> float:
+def _row_bits(quant: str, row_length: int) -> float:
     """Return the bits per body weight in rows of this length: the mixture's, or those of its
     fallback formats."""
-    mix = quants.MIXTURES[quant]
+    mixture = quants.MIXTURES[quant]
     bits = quants.body_bits(quant)
-    plain = quants.fallback(mix.base, row)
-    if plain == mix.base:
+    row_format = quants.fallback(mixture.base, row_length)
+    if row_format == mixture.base:
         return bits
-    base = quants.GGUF_TYPES[mix.base].bits
+    base = quants.GGUF_TYPES[mixture.base].bits
     high = quants.GGUF_TYPES["Q6_K"].bits
-    raised = 1.0
+    raised_share = 1.0
     if base < high:
-        raised = min(1.0, max(0.0, (bits - base) / (high - base)))
-    low = quants.GGUF_TYPES[plain].bits
-    return low + raised * (quants.GGUF_TYPES["Q8_0"].bits - low)
+        raised_share = min(1.0, max(0.0, (bits - base) / (high - base)))
+    low = quants.GGUF_TYPES[row_format].bits
+    return low + raised_share * (quants.GGUF_TYPES["Q8_0"].bits - low)
 
 
 def estimate_mlx_bytes(model: Model, quant: str) -> int:
     """Estimate the bytes of an MLX folder of this format. Weights outside the trunk (vision) stay
     at 16 bits."""
     expert_bits, bits = mlx_parts(quant)
-    total = count_params(model)[0] - model.extra_params
-    routed = 0
+    n_total = count_params(model)[0] - model.extra_params
+    n_routed = 0
     if model.experts is not None:
         per_layer = _expert_params(model, model.experts, model.experts.n_experts)
-        routed = per_layer * sum(layer.has_experts for layer in model.layers)
+        n_routed = per_layer * sum(layer.has_experts for layer in model.layers)
     # (makers store row lookup tables with at least as many bits as in the listed files)
-    tables = model.lookup_params * max(0.0, model.lookup_bits - float(bits))
-    stored = (total - routed) * bits + routed * expert_bits
-    return math.ceil((float(stored) + tables) / 8) + 2 * model.vision_params
+    table_bits = model.lookup_params * max(0.0, model.lookup_bits - float(bits))
+    stored_bits = (n_total - n_routed) * bits + n_routed * expert_bits
+    return math.ceil((float(stored_bits) + table_bits) / 8) + 2 * model.vision_params

@@ -18,7 +18,7 @@ from localllm_catalog import readable_calls
 from localllm_catalog.types import SamplingDefaults
 
 # Our name: (name in a GGUF header, name in generation_config, least, most).
-_STATED: Mapping[str, tuple[str, str, float, float]] = {
+_SAMPLING_KEYS: Mapping[str, tuple[str, str, float, float]] = {
     "temperature": ("temp", "temperature", 0.0, 100.0),
     "top_p": ("top_p", "top_p", 0.0, 1.0),
     "top_k": ("top_k", "top_k", 0, 2**31 - 1),
@@ -28,34 +28,37 @@ _STATED: Mapping[str, tuple[str, str, float, float]] = {
 
 
 def sampling_of_header(metadata: Mapping[str, Any]) -> SamplingDefaults:
-    named = {name: metadata.get(f"general.sampling.{gguf}") for name, (gguf, *_) in _STATED.items()}
-    return _bounded(named, "the file's own header")
+    values = {
+        name: metadata.get(f"general.sampling.{gguf}")
+        for name, (gguf, *_) in _SAMPLING_KEYS.items()
+    }
+    return _bounded(values, "the file's own header")
 
 
 def sampling_of_config(config: Mapping[str, Any]) -> SamplingDefaults:
-    named = {name: config.get(theirs) for name, (_, theirs, *_) in _STATED.items()}
-    return _bounded(named, "generation_config.json")
+    values = {name: config.get(config_key) for name, (_, config_key, *_) in _SAMPLING_KEYS.items()}
+    return _bounded(values, "generation_config.json")
 
 
 def sampling_over(first: SamplingDefaults, second: SamplingDefaults) -> SamplingDefaults:
     """Return `first`, with values of `second` for those that it does not state."""
-    unsaid = [f.name for f in fields(first) if getattr(first, f.name) in (None, "")]
-    return replace(first, **{name: getattr(second, name) for name in unsaid})
+    missing = [f.name for f in fields(first) if getattr(first, f.name) in (None, "")]
+    return replace(first, **{name: getattr(second, name) for name in missing})
 
 
-def _bounded(named: Mapping[str, Any], source: str) -> SamplingDefaults:
-    valid: dict[str, Any] = {}
-    for name, value in named.items():
-        _, _, minimum, maximum = _STATED[name]
+def _bounded(values: Mapping[str, Any], source: str) -> SamplingDefaults:
+    valid_values: dict[str, Any] = {}
+    for name, value in values.items():
+        _, _, minimum, maximum = _SAMPLING_KEYS[name]
         if not _is_number(value) or not minimum <= value <= maximum:
             continue
         if name != "top_k":
             # A header holds 32-bit floats: 0.6 is read as 0.6000000238 and means 0.6.
-            valid[name] = round(float(value), 6)
+            valid_values[name] = round(float(value), 6)
         elif value == int(value):
-            valid[name] = int(value)
-    if valid:
-        return SamplingDefaults(**valid, source=source)
+            valid_values[name] = int(value)
+    if valid_values:
+        return SamplingDefaults(**valid_values, source=source)
     return SamplingDefaults()
 
 

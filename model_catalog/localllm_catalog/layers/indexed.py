@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Number of rows, as wide as an indexer's key, that it keeps for each token (on layers with an
 # indexer by `attention.indexer.types`). From https://github.com/ggml-org/llama.cpp src/models/*.cpp
 # (load_arch_hparams), read at b11434.
-_ROWS = {
+_ROWS_PER_TOKEN = {
     "qwen4exp": 1,
     "glm5-next": 3,
     "deepseek32": 1,
@@ -36,7 +36,7 @@ class Indexed(Wrapper):
 
     key: ClassVar[str] = "index_dim"
     precedence: ClassVar[int] = 80
-    architectures: ClassVar[Collection[str]] = tuple(_ROWS)
+    architectures: ClassVar[Collection[str]] = tuple(_ROWS_PER_TOKEN)
 
     @property
     def row(self) -> tuple[int, int]:
@@ -81,11 +81,11 @@ def _index_elements(layer: GgufLayer) -> int:
     llama-kv-cache-dsa.cpp and -msa.cpp keep a key.
     """
     facts = layer.facts
-    if facts.arch not in _ROWS:
+    if facts.arch not in _ROWS_PER_TOKEN:
         return 0
     if facts.arch in _NOT_ON_DENSE and layer.index < facts.number("leading_dense_block_count", 0):
         return 0
-    own = facts.value("attention.indexer.types")
-    if isinstance(own, tuple) and not any(own[layer.index : layer.index + 1]):
+    indexer_types = facts.value("attention.indexer.types")
+    if isinstance(indexer_types, tuple) and not any(indexer_types[layer.index : layer.index + 1]):
         return 0
-    return _ROWS[facts.arch] * facts.number("attention.indexer.key_length", 0)
+    return _ROWS_PER_TOKEN[facts.arch] * facts.number("attention.indexer.key_length", 0)

@@ -256,10 +256,10 @@ class Mixer:
 
     def to_row(self) -> dict[str, Any]:
         """Return the row of `layer_list` that `from_row` reads. Defaults are left out."""
-        stated = {f.name: getattr(self, f.name) for f in fields(self)}
-        usual = {f.name: f.default for f in fields(self)}
-        changed = {key: value for key, value in stated.items() if value != usual[key]}
-        return {"kind": self.word, **changed}
+        stated = {each_field.name: getattr(self, each_field.name) for each_field in fields(self)}
+        defaults = {each_field.name: each_field.default for each_field in fields(self)}
+        non_defaults = {key: value for key, value in stated.items() if value != defaults[key]}
+        return {"kind": self.word, **non_defaults}
 
 
 # --- the register ---------------------------------------------------------------------------------
@@ -292,10 +292,10 @@ def words() -> list[str]:
 
 def config_words() -> dict[str, str]:
     """Return the family files' word for each layer name in config.json files."""
-    found: dict[str, str] = {}
+    words_by_name: dict[str, str] = {}
     for kind in KINDS:
-        found |= dict.fromkeys(kind.config_words, kind.word)
-    return found
+        words_by_name |= dict.fromkeys(kind.config_words, kind.word)
+    return words_by_name
 
 
 def knows(architecture: str) -> bool:
@@ -307,9 +307,9 @@ def from_gguf(layer: GgufLayer, after: type[Mixer] | None = None) -> Mixer:
     """Return the mixer of a GGUF file's layer, from the first kind (after `after`) that accepts
     it."""
     for kind in _kinds_in_order(after):
-        found = kind.from_gguf(layer)
-        if found is not None:
-            return found
+        layer_mixer = kind.from_gguf(layer)
+        if layer_mixer is not None:
+            return layer_mixer
     raise BadHeaderError(f"layer {layer.index} has an unknown kind", "a newer localllm may know it")
 
 
@@ -317,31 +317,31 @@ def from_table(layer: TableLayer, after: type[Mixer] | None = None) -> Mixer:
     """Return the mixer of a family file's layer, from the first kind (after `after`) that accepts
     it."""
     for kind in _kinds_in_order(after):
-        found = kind.from_table(layer)
-        if found is not None:
-            return found
-    raise BadCatalogError(f"{layer.word!r} is not a layer kind", _known())
+        layer_mixer = kind.from_table(layer)
+        if layer_mixer is not None:
+            return layer_mixer
+    raise BadCatalogError(f"{layer.word!r} is not a layer kind", _known_words_hint())
 
 
 def from_row(row: Mapping[str, Any], after: type[Mixer] | None = None) -> Mixer:
     """Return the mixer of a `layer_list` row, from the first kind (after `after`) that accepts
     it."""
     for kind in _kinds_in_order(after):
-        found = kind.from_row(row)
-        if found is not None:
-            return found
-    raise BadCatalogError(f"{row['kind']!r} is not a layer kind", _known())
+        layer_mixer = kind.from_row(row)
+        if layer_mixer is not None:
+            return layer_mixer
+    raise BadCatalogError(f"{row['kind']!r} is not a layer kind", _known_words_hint())
 
 
-def read_config(listed: list[str], config: Config, table: dict[str, Any]) -> list[str]:
+def read_config(layer_words: list[str], config: Config, table: dict[str, Any]) -> list[str]:
     """Add the sizes that each kind finds in `config` to `table`, general kinds first. Returns the
-    layers' words: `listed`, as changed by the kinds."""
+    layers' words: `layer_words`, as changed by the kinds."""
     for kind in reversed(KINDS):
-        listed = kind.read_config(listed, config, table)
-    return listed
+        layer_words = kind.read_config(layer_words, config, table)
+    return layer_words
 
 
-def _known() -> str:
+def _known_words_hint() -> str:
     return f"known: {', '.join(words())}"
 
 

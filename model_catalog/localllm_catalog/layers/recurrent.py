@@ -32,7 +32,7 @@ _WITHOUT_HEADS = frozenset(
     },
 )
 _SPLIT_BLOCKS = frozenset({"nemotron_h", "nemotron_h_moe"})
-_ALL = frozenset({"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"})
+_WITHOUT_ATTENTION = frozenset({"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"})
 
 
 @register
@@ -47,9 +47,9 @@ class Recurrent(Mixer):
     word: ClassVar[str] = "recurrent"
     precedence: ClassVar[int] = 70
     config_words: ClassVar[Collection[str]] = ("linear_attention", "conv", "mamba", "M")
-    architectures: ClassVar[Collection[str]] = (_WITHOUT_HEADS | _SPLIT_BLOCKS | _ALL).union(
-        _FULL_EVERY
-    )
+    architectures: ClassVar[Collection[str]] = (
+        _WITHOUT_HEADS | _SPLIT_BLOCKS | _WITHOUT_ATTENTION
+    ).union(_FULL_EVERY)
 
     @property
     def is_recurrent(self) -> bool:
@@ -72,7 +72,7 @@ class Recurrent(Mixer):
             return None
         facts = layer.facts
         return cls(
-            state_elements=header_state(facts) + _table_state(facts, layer.index),
+            state_elements=header_state(facts) + _ngram_state(facts, layer.index),
             mixer_params=layer.block.mixer_elements(),
         )
 
@@ -96,14 +96,14 @@ class Recurrent(Mixer):
 def _is_recurrent(layer: GgufLayer) -> bool:
     """Return whether this layer keeps a fixed state instead of a growing cache."""
     facts = layer.facts
-    stated = facts.value("attention.recurrent_layers")
-    if isinstance(stated, tuple):
-        return layer.index < len(stated) and bool(stated[layer.index])
-    if facts.arch in _ALL:
+    stated_layers = facts.value("attention.recurrent_layers")
+    if isinstance(stated_layers, tuple):
+        return layer.index < len(stated_layers) and bool(stated_layers[layer.index])
+    if facts.arch in _WITHOUT_ATTENTION:
         return True
     if facts.arch in _FULL_EVERY:
-        every = facts.number("full_attention_interval", _FULL_EVERY[facts.arch], minimum=1)
-        return (layer.index + 1) % every != 0
+        period = facts.number("full_attention_interval", _FULL_EVERY[facts.arch], minimum=1)
+        return (layer.index + 1) % period != 0
     if layer.n_kv_heads:
         return False
     if facts.arch in _SPLIT_BLOCKS:
@@ -114,26 +114,31 @@ def _is_recurrent(layer: GgufLayer) -> bool:
 def header_state(facts: Facts) -> int:
     """Return the float32 elements that one recurrent layer keeps for each sequence
     (llama-hparams.cpp, n_embd_r + n_embd_s)."""
-    heads = max(facts.heads, default=0)
-    wkv = facts.number("wkv.head_size", 0)
-    if wkv:
-        return facts.hidden * (facts.number("token_shift_count", 2) + wkv)
-    cached = facts.number("shortconv.l_cache", 0)
-    if cached:
-        return facts.hidden * (cached - 1)
-    conv = facts.number("ssm.conv_kernel", 0)
-    kda = facts.number("kda.head_dim", 0)
-    if kda:
-        return 3 * ((conv or 4) - 1) * heads * kda + kda * kda * heads
+    n_heads = max(facts.heads, default=0)
+    wkv_head_size = facts.number("wkv.head_size", 0)
+    if wkv_head_size:
+        return facts.hidden * (facts.number("token_shift_count", 2) + wkv_head_size)
+    conv_length = facts.number("shortconv.l_cache", 0)
+    if conv_length:
+        return facts.hidden * (conv_length - 1)
+    conv_kernel = facts.number("ssm.conv_kernel", 0)
+    kda_head_dim = facts.number("kda.head_dim", 0)
+    if kda_head_dim:
+        return (
+            3 * ((conv_kernel or 4) - 1) * n_heads * kda_head_dim
+            + kda_head_dim * kda_head_dim * n_heads
+        )
     if facts.arch == "minimax-01":
-        return facts.head_dim_k * facts.head_dim_k * heads
-    inner = facts.number("ssm.inner_size", 0)
-    state = facts.number("ssm.state_size", 0)
-    groups = facts.number("ssm.group_count", 0)
-    return max(0, conv - 1) * (inner + 2 * groups * state) + state * inner
+        return facts.head_dim_k * facts.head_dim_k * n_heads
+    inner_size = facts.number("ssm.inner_size", 0)
+    state_size = facts.number("ssm.state_size", 0)
+    n_groups = facts.number("ssm.group_count", 0)
+    return (
+        max(0, conv_kernel - 1) * (inner_size + 2 * n_groups * state_size) + state_size * inner_size
+    )
 
 
-def _table_state(facts: Facts, index: int) -> int:
+def _ngram_state(facts: Facts, index: int) -> int:
     """Return the extra elements of a layer that reads n-gram tables: the history of its dilated
     convolution (qwen4exp)."""
     layers = facts.value("ple.layers")

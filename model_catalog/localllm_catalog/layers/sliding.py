@@ -37,7 +37,7 @@ _PERIODS: dict[str, tuple[int, bool, int]] = {
     "afmoe": (4, False, 0),
 }
 # These always state the pattern layer by layer.
-_STATED = frozenset(
+_PATTERN_ALWAYS_STATED = frozenset(
     {
         "gemma4",
         "gemma4-assistant",
@@ -64,7 +64,7 @@ class Sliding(Full):
     word: ClassVar[str] = "sliding"
     precedence: ClassVar[int] = 20
     config_words: ClassVar[Collection[str]] = ("sliding_attention", "chunked_attention")
-    architectures: ClassVar[Collection[str]] = _STATED.union(_PERIODS)
+    architectures: ClassVar[Collection[str]] = _PATTERN_ALWAYS_STATED.union(_PERIODS)
 
     @property
     def is_bounded(self) -> bool:
@@ -128,10 +128,10 @@ class Sliding(Full):
 def _window(facts: Facts) -> int:
     """Return the tokens that a sliding layer sees; 0 if the architecture has no such layers."""
     is_stated = isinstance(facts.value("attention.sliding_window_pattern"), tuple)
-    if not (is_stated or facts.arch in _PERIODS or facts.arch in _STATED):
+    if not (is_stated or facts.arch in _PERIODS or facts.arch in _PATTERN_ALWAYS_STATED):
         return 0
-    _, _, usual = _PERIODS.get(facts.arch, (0, False, 0))
-    window = facts.number("attention.sliding_window", usual, maximum=MAX_TOKENS)
+    _, _, default_window = _PERIODS.get(facts.arch, (0, False, 0))
+    window = facts.number("attention.sliding_window", default_window, maximum=MAX_TOKENS)
     if facts.arch == "llama4" and window:
         return _LLAMA4_WINDOW
     return window
