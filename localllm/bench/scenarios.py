@@ -155,9 +155,9 @@ class Scenarios:
                 RoundComparison(_GAPS_TITLE.format(n_streams), "ms", "less"), t, _p95_ms(gaps)
             )
 
-    run_two = partialmethod(_streams, n=2)
-    run_four = partialmethod(_streams, n=4)
-    run_eight = partialmethod(_streams, n=8)
+    run_two = partialmethod(_streams, n_streams=2)
+    run_four = partialmethod(_streams, n_streams=4)
+    run_eight = partialmethod(_streams, n_streams=8)
 
     def run_copy(self, t: BenchTarget) -> None:
         """Copy a file with one change. All servers get the same file in a round: how faithfully a
