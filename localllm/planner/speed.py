@@ -339,7 +339,7 @@ def _with_others(
     for run in others:
         rows = of_run(run)
         if by_others.is_plausible(rows):
-            logs.setdefault(run.source, []).extend(math.log(mine / theirs) for theirs, mine in rows)
+            logs.setdefault(run.source, []).extend(math.log(own / rate) for rate, own in rows)
             rates.append(rows[-1][0])
     if not logs:
         return predicted
@@ -439,8 +439,7 @@ def _prompt_seconds(
     chosen = read.step_bytes(model, settings.n_batch)
     host_bytes = read.dense_bytes * (1 - share.dense)
     host_bytes += (chosen - read.dense_bytes) * (1 - share.experts)
-    # Weights in host memory are copied over PCIe once per micro-batch if that is faster than the
-    # CPU.
+    # They are copied over PCIe once per micro-batch, if that is faster than the CPU.
     copy_s = host_bytes / _PCIE_BYTES_S / max(1, min(settings.n_batch, tokens))
     return seconds + min(seconds_on(_host(device)) * host_bytes / max(1, chosen), copy_s)
 
