@@ -340,8 +340,8 @@ class Backend(ABC):
         return [[] for _ in wanted]
 
     def rest_heads(self, resting: bool) -> None:  # noqa: B027 - optional
-        """Let draft heads that are not used forget old tokens of a sequence that they have not read,
-        which saves their time. `draft` works as before, from the newest tokens alone.
+        """Let draft heads that are not used stop following the model, which saves their time. Later
+        drafts know only the tokens of a sequence that the model has read since the rest.
         """
 
     def interrupt(self) -> None:  # noqa: B027 - optional

@@ -24,9 +24,6 @@ Row = TypeVar("Row")
 # then reads all of them. With 32, heads that were not used took 6 % of the time of a tiny model on
 # MLX. Each unread token keeps its hidden row in memory.
 _CATCH_UP_TOKENS = 256
-# So many of them are kept if the heads rest: with the past of a first draft that is long enough for a
-# fair trial. Reading them all took 7 % of the time of a tiny model on MLX.
-_KEPT_TOKENS = 128
 # Drafts stop at a token to which the heads give a lower probability; it is not worth a row in the
 # model's step. Assumed: no real heads were measured here. The engine learns from such stops as from
 # rejections.
@@ -65,10 +62,10 @@ class StatefulDraftHeads(ABC, Generic[Row]):
 
     def __init__(self, n_batch: int) -> None:
         self._n_batch = n_batch
-        # Heads that are not used forget old unread tokens instead of reading them. Their next draft then
-        # knows only the newest tokens of a sequence.
         self.resting = False
         self._states: dict[SequenceId, HeadState[Row]] = {}
+        # Sequences with tokens that the heads passed over. Their memory of them is still to be emptied.
+        self._lost: set[SequenceId] = set()
 
     @abstractmethod
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
@@ -106,48 +103,61 @@ class StatefulDraftHeads(ABC, Generic[Row]):
     def _copy(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
         """Copy the heads' memory of the first `n_tokens` of `source` to the empty `target`."""
 
+    def rest(self, resting: bool) -> None:
+        """Stop following the model if `resting`: to keep rows of tokens took 1 % of a tiny model's
+        step. Later drafts know only the tokens of a sequence since the rest."""
+        self.resting = resting
+
     def open(self, sequence: SequenceId) -> None:
         self._states[sequence] = HeadState(0, [self._zero_row()])
 
     def close(self, sequence: SequenceId) -> None:
         self._restart(sequence, 0)
+        self._lost.discard(sequence)
         self._states.pop(sequence, None)
 
     def follow(self, chunks: Sequence[Chunk], rows: Sequence[Sequence[Row]]) -> None:
         """Store the tokens of `chunks`, which the model has read, with their hidden rows.
 
-        Then let heads with too many unread tokens catch up, or forget the older ones if they rest.
+        Tokens without rows are passed over. Then let heads with too many unread tokens catch up.
         """
         late: list[SequenceId] = []
         for chunk, known in zip(chunks, rows, strict=True):
-            state = self._states[chunk.sequence]
+            if len(known) < len(chunk.tokens):
+                self._pass_over(chunk)
+                continue
             if chunk.media is not None:
                 # Heads can't read image tokens. They restart after the image.
-                end = state.read + len(state.unread) + len(chunk.tokens)
-                self._restart(chunk.sequence, end)
-                self._states[chunk.sequence] = HeadState(end, [self._detached(known[-1])])
+                self._pass_over(chunk)
+                self._states[chunk.sequence].rows = [self._detached(known[-1])]
                 continue
+            self._resume(chunk.sequence)
+            state = self._states[chunk.sequence]
             state.unread.extend(chunk.tokens)
             state.rows.extend(known)
             if len(state.unread) >= _CATCH_UP_TOKENS:
                 late.append(chunk.sequence)
-        if self.resting:
-            for sequence in late:
-                self._forget_oldest(sequence)
-        else:
+        if late:
             self.catch_up(late)
 
-    def _forget_oldest(self, sequence: SequenceId) -> None:
-        """Forget a sequence, except for the newest unread tokens."""
-        state = self._states[sequence]
-        n_forgotten = len(state.unread) - _KEPT_TOKENS
-        begin = state.read + n_forgotten
-        self._restart(sequence, begin)
-        self._states[sequence] = HeadState(
-            begin, state.rows[n_forgotten:], state.unread[n_forgotten:]
-        )
+    def _pass_over(self, chunk: Chunk) -> None:
+        """Do not read these tokens. The sequence then begins after them."""
+        state = self._states[chunk.sequence]
+        state.read += len(chunk.tokens)
+        if chunk.sequence not in self._lost:
+            state.read += len(state.unread)
+            state.unread = []
+            state.rows = [self._zero_row()]
+            self._lost.add(chunk.sequence)
+
+    def _resume(self, sequence: SequenceId) -> None:
+        """Empty the heads' memory of a sequence with tokens that they passed over."""
+        if sequence in self._lost:
+            self._lost.discard(sequence)
+            self._restart(sequence, self._states[sequence].read)
 
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
+        self._resume(sequence)
         state = self._states[sequence]
         keep = n_tokens - state.read
         if keep >= 0:
@@ -158,6 +168,7 @@ class StatefulDraftHeads(ABC, Generic[Row]):
 
     def fork(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
         """Give `target` (open, empty) the state of the first `n_tokens` of `source`."""
+        self._resume(source)
         state = self._states[source]
         keep = n_tokens - state.read
         held = min(n_tokens, state.read)
@@ -172,6 +183,7 @@ class StatefulDraftHeads(ABC, Generic[Row]):
         """Read all unread tokens of `sequences`, in as few passes as the batch size allows."""
         waiting: list[tuple[SequenceId, int]] = []
         for s in sequences:
+            self._resume(s)
             state = self._states[s]
             waiting += [(s, i) for i in range(max(0, self.first - state.read), len(state.unread))]
         lost: set[SequenceId] = set()

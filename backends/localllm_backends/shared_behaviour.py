@@ -105,7 +105,7 @@ class OwnedBackend(Backend):
     @owner_only
     def rest_heads(self, resting: bool) -> None:
         if self._heads is not None:
-            self._heads.resting = resting
+            self._heads.rest(resting)
 
     def _warm_up(self, *lengths: int) -> SequenceId:
         """Run steps of these lengths, so that the first request is not slowed by their set-up.

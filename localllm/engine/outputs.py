@@ -152,7 +152,7 @@ class OutputProcessor:
         elif deferred:
             self._defer(job, job.tokens[before:], finish)
         self._count_drafts(job, len(draft), accepted)
-        self.jobs.speculator.emitted(job, job.tokens[before:], len(draft), accepted)
+        self.jobs.speculator.emitted(job, len(draft), accepted)
         if job.sampler.constraint is not None:
             failure = self._advance_constraint(job, job.sampler.constraint)
             if failure is not None:

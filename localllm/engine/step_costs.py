@@ -23,6 +23,15 @@ class DecayedRatio:
         self.part = self.part * self.decay + part
         self.total = self.total * self.decay + total
 
+    def add_ones(self, n: int) -> None:
+        """Add 1 to both sums, `n` times."""
+        kept = self.decay**n
+        added = float(n)
+        if self.decay < 1.0:
+            added = (1.0 - kept) / (1.0 - self.decay)
+        self.part = self.part * kept + added
+        self.total = self.total * kept + added
+
     def rate(self, prior: float, weight: float) -> float:
         """The ratio, with `prior` weighted like a total of `weight`."""
         return (self.part + prior * weight) / (self.total + weight)

@@ -97,9 +97,9 @@ def agrees(guessed: list[int], expected: list[int]) -> bool:
 def resting_heads_guess_from_the_newest_tokens(
     backend: Backend, rng: random.Random, draft: Callable[..., list[int]]
 ) -> None:
-    """After 300 tokens, resting heads have forgotten the first 128. `draft(line, most, begin=n)`
-    drafts from scratch without the first n tokens. A fork, a copy and a truncated sequence still
-    draft."""
+    """Heads that rested while the model read 200 tokens guess from the 100 after them. `draft(line,
+    most, begin=n)` drafts from scratch without the first n tokens. A fork, a copy and a truncated
+    sequence still draft."""
 
     def guess(sequence: int, line: list[int], begin: int = 0) -> bool:
         newest = rng.randrange(3, 250)
@@ -108,18 +108,19 @@ def resting_heads_guess_from_the_newest_tokens(
         # decides differently on some processors.
         return agrees(guessed[:1], draft([*line, newest], MOST, begin=begin))
 
-    def read(line: list[int]) -> int:
+    def read(line: list[int], *, resting: bool) -> int:
         sequence = backend.new_sequence()
-        for begin, end in ((0, 128), (128, 256), (256, 299), (299, 300)):
+        for begin, end in ((0, 40), (40, 128), (128, 199), (199, 200), (200, 299), (299, 300)):
+            backend.rest_heads(resting and 40 <= begin < 200)
             backend.step([Chunk(sequence, line[begin:end], 0)])
         return sequence
 
-    backend.rest_heads(True)
     line = [rng.randrange(3, 250) for _ in range(300)]
-    sequence = read(line)
+    sequence = read(line, resting=True)
     fork = backend.fork(sequence, len(line))
-    right = [guess(sequence, line, 128), guess(fork, line, 128)]
+    right = [guess(sequence, line, 200), guess(fork, line, 200)]
     backend.drop(fork)
+    backend.rest_heads(True)
     copy = backend.new_sequence()
     backend.import_range(copy, backend.export_range(sequence, 0, 300), 0, 300)
     assert backend.draft([(copy, 9, MOST)])
@@ -131,7 +132,7 @@ def resting_heads_guess_from_the_newest_tokens(
     for left in (sequence, copy):
         backend.drop(left)
     backend.rest_heads(False)
-    right.append(guess(read(line), line))
+    right.append(guess(read(line, resting=False), line))
     assert right == [True] * 3
 
 

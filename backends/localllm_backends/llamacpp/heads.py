@@ -64,6 +64,9 @@ class DraftHeads(StatefulDraftHeads[Rows]):
 
     def stepped(self, chunks: Sequence[Chunk]) -> None:
         """Store the rows of `chunks`, which the model has just read in one llama_decode."""
+        if self.resting:
+            self.follow(chunks, [[]] * len(chunks))
+            return
         n_tokens = sum(len(chunk.tokens) for chunk in chunks)
         given = [floats(rows_of(), n_tokens, width) for rows_of, width in self._given]
         rows = np.concatenate(given, axis=1)

@@ -50,8 +50,9 @@ class DraftModule(Protocol):
     @property
     def arrays(self) -> list[Any]: ...
 
-    def tap(self, callback: Callable[[Any], None]) -> None:
-        """Pass the model's rows [sequences, n, width] of every call to `callback`."""
+    def tap(self, callback: Callable[[list[Any]], None]) -> None:
+        """Pass the model's rows of every call to `callback`: arrays [sequences, n, …] that have
+        `width` numbers together."""
 
     def __call__(self, tokens: Any, rows: Any, caches: Sequence[Any]) -> Any:
         """Read `tokens` [sequences, n], given the model's rows before them; return hidden rows."""
@@ -76,6 +77,8 @@ class HeadMemory(StatefulDraftHeads[HiddenRow]):
         self, module: DraftModule, stepper: Stepper, identity: str, *, n_batch: int
     ) -> None:
         super().__init__(n_batch)
+        self._stepper = stepper
+        self.rest(False)
         module.tap(stepper.keep_hidden)
         held = shapes(module)
         self.kind = module.kind  # type: ignore[misc]
@@ -88,6 +91,10 @@ class HeadMemory(StatefulDraftHeads[HiddenRow]):
         self._batch = SequenceBatch(self._layout)
         self._zeros = mx.zeros((1, 1, module.width))
         self._exports = KvExport(f"{identity} heads", held, stepper, separate_states=False)
+
+    def rest(self, resting: bool) -> None:
+        super().rest(resting)
+        self._stepper.keeps_hidden = not resting
 
     def open(self, sequence: SequenceId) -> None:
         super().open(sequence)

@@ -38,14 +38,14 @@ class Target:
         """Return those of `arrays` that do not belong to this model."""
         return [array for array in arrays if id(array) not in self._held]
 
-    def tap(self, layers: tuple[int, ...], callback: Callable[[Any], None]) -> None:
-        """After every call, pass the outputs of `layers`, joined: [sequences, n, width × layers]."""
+    def tap(self, layers: tuple[int, ...], callback: Callable[[list[Any]], None]) -> None:
+        """After every call, pass the outputs of `layers` [sequences, n, width]."""
         outputs: dict[int, Any] = {}
 
         def keep(layer: int, output: Any) -> None:
             outputs[layer] = output
             if layer == max(layers):
-                callback(mx.concatenate([outputs[i] for i in layers], axis=-1))
+                callback([outputs[i] for i in layers])
                 outputs.clear()
 
         for layer in set(layers):
@@ -73,7 +73,7 @@ class TrainedModule:
     def arrays(self) -> list[Any]:
         return self._target.without_own([a for _, a in tree_flatten(self._weights.parameters())])
 
-    def tap(self, callback: Callable[[Any], None]) -> None:
+    def tap(self, callback: Callable[[list[Any]], None]) -> None:
         self._target.tap(self._layers, callback)
 
 

@@ -106,14 +106,14 @@ class MtpModule(nn.Module):  # type: ignore[misc]
                 own[name.removeprefix("language_model.")] = value
         return own
 
-    def tap(self, callback: Callable[[Any], None]) -> None:
+    def tap(self, callback: Callable[[list[Any]], None]) -> None:
         """Pass the model's hidden rows of every call to `callback`."""
         trunk = self._language_model().model
         norm = trunk.norm
 
         def tapped(x: Any) -> Any:
             made = norm(x)
-            callback(made)
+            callback([made])
             return made
 
         trunk.norm = tapped

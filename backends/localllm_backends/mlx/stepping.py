@@ -79,13 +79,16 @@ class Stepper:
         self.last: MlxStepResult | None = None
         # Hidden rows of the model calls since they were last taken, if draft heads tap them.
         self.hidden: list[Any] = []
+        self.keeps_hidden = True
 
-    def keep_hidden(self, rows: Any) -> None:
-        """Store the hidden rows of the running call.
+    def keep_hidden(self, parts: list[Any]) -> None:
+        """Store the hidden rows of the running call, joined from these `parts` of them, unless the
+        heads rest.
 
         Those of a decode step are computed with its logits, and joined only if heads read them.
         """
-        self.hidden.append(rows)
+        if self.keeps_hidden:
+            self.hidden.append(mx.concatenate(parts, axis=-1))
 
     def _take_hidden(self) -> list[Any]:
         taken = self.hidden

@@ -79,9 +79,9 @@ class Speculator:
         self.drafters: dict[str, Drafter] = {
             drafter.name: drafter for drafter in made if drafter is not None
         }
-        self._accounts = {name: DrafterAccount() for name in self.drafters}
-        # The last step: its streams, and its drafts by drafter (StreamDraft).
-        self._emitted = 0
+        self.accounts = {name: DrafterAccount() for name in self.drafters}
+        # Steps that the drafters are not charged for yet. The drafts of the last one by drafter.
+        self._unsettled = 0
         self._used: dict[str, list[StreamDraft]] = {}
         # One per salt. Otherwise the speed of an answer would reveal the text of other users.
         self._recent = lru_cache(_MAX_RECENT_SALTS)(lambda salt: RecentOutputs())
@@ -90,7 +90,9 @@ class Speculator:
         self._since_plain = 0
         self._host = HostTime()
         self._early = EarlyStart()
+        # The next step: its decoding requests, and whether it also reads a prompt.
         self._streams = 1
+        self._prefills = False
         self._padded = self.backend.capabilities.pads_drafts
         self._limit = StepLimit()
         # Seconds that drafters computed for the next step.
@@ -116,27 +118,27 @@ class Speculator:
         """
         if self.off_because:
             return
-        self._settle()
+        if self._used:
+            self._settle()
+        self._unsettled += 1
         decoding = [j for j in running if not j.prefilling and j.compilation is None]
         for job in decoding:
             job.draft = []
             job.draft_from = None
-        shared = hurry or shared or len(running) > 1
-        single = 1.0
-        if shared and self.cost.known:
-            single = self.cost.seconds(1) / self.cost.seconds(max(1, len(decoding)))
-        self._limit.update(single, shared=shared)
+        self._limit.update(shared=hurry or shared or len(running) > 1)
         if not hurry and decoding and self.cost.known:
             self._choose(decoding, prefills=len(running) > len(decoding))
 
     def _choose(self, decoding: Sequence[RunningRequest], *, prefills: bool) -> None:
         """Draft for these requests if it pays and the host has time for it."""
         self._streams = len(decoding)
+        self._prefills = prefills
         if self._since_plain >= _PLAIN_EVERY:
             self._since_plain = 0
             return
         if not self._host.allows(self._streams, self.cost.seconds(self._streams)):
             return
+        self._settle()
         rows = self._free_rows(decoding, prefills=prefills)
         if rows < 1:
             return
@@ -159,21 +161,24 @@ class Speculator:
     @property
     def _max_steps(self) -> float:
         """The most decode steps without drafts that the next step may take."""
-        return self._limit.allowed(self.cost.seconds(self._streams))
+        return self._limit.allowed(self.cost.seconds(self._streams), self.cost.seconds(1))
 
     def _settle(self) -> None:
-        """Charge the drafters for the last step."""
-        for name, account in self._accounts.items():
+        """Charge the drafters for the steps since the last proposals, of which only the first had
+        drafts.
+        """
+        for name, account in self.accounts.items():
             used = self._used.get(name, [])
             gained = lost = 0.0
             if used:
-                gained = sum(draft.accepted for draft in used) / self._emitted
+                streams = max(self._streams, len(used))
+                gained = sum(draft.accepted for draft in used) / streams
                 lengths = [draft.drafted for draft in used]
-                lengths += [0] * (self._emitted - len(used))
+                lengths += [0] * (streams - len(used))
                 lost = self._lost_steps(name, lengths, max(d.computed for d in used))
-            account.step(gained, lost)
+            account.settle(self._unsettled, gained, lost)
             self.drafters[name].rest(account.rests)
-        self._emitted = 0
+        self._unsettled = 0
         self._used = {}
         self._drafting_s = 0.0
 
@@ -211,7 +216,7 @@ class Speculator:
         """Choose how many tokens of each proposal to draft."""
         max_steps = self._max_steps
         for name in {p.drafter for p in proposals if p.drafter in self.drafters and p.survival}:
-            max_steps = min(max_steps, 1.0 + self._accounts[name].balance)
+            max_steps = min(max_steps, 1.0 + self.accounts[name].balance)
         pay = self._worthwhile(proposals, max_steps)
         guesses = [
             (job, p, n)
@@ -268,6 +273,7 @@ class Speculator:
         )
         if not job.drafts or most < 1:
             return Proposal(())
+        state.read(job.tokens, job.decode_steps)
         tokens, match = state.lookup.propose(most)
         constraint = job.sampler.constraint
         if constraint is not None and tokens:
@@ -310,8 +316,8 @@ class Speculator:
         if not better or not drafter.ready(job):
             return best
         if turn.trial:
-            # One stream at a time.
-            back_off.account.wait = 1
+            # One stream at a time, and then a step without a trial, which shows what this one took.
+            back_off.account.wait = 2
         return turn
 
     def _turn(
@@ -319,7 +325,9 @@ class Speculator:
     ) -> tuple[Proposal, int]:
         """This drafter's proposal, and the tokens of it that pay for this job alone."""
         account = back_off.account
-        may_try = not account.wait and job.n_generated >= back_off.retry_at
+        # The time of a trial is not known in a step that also reads a prompt.
+        waits = account.wait > 0 or self._prefills
+        may_try = not waits and job.n_generated >= back_off.retry_at
         # On average 1 / (1 - rate) tokens are right, if a draft is long enough.
         may_pay = account.trusted and self._steps(name, 1) * (1.0 - back_off.acceptance.rate) < 1.0
         if not drafter.token_s or not (may_try or may_pay):
@@ -339,22 +347,16 @@ class Speculator:
         return turn, alone
 
     def _trial_length(self, name: str, account: DrafterAccount, most: int) -> int:
-        """The tokens of a trial draft now (0: no trial). Drafts that would not pay even if they were
-        always right need no trial.
-        """
+        """The tokens of a trial draft now (0: no trial)."""
         drafter = self.drafters[name]
         survival = [_NEARLY_RIGHT ** (k + 1) for k in range(most)]
         right = DraftCandidate(survival, drafter.token_s, drafter.at_once)
         lengths = self._worthwhile([right] * self._streams, self._max_steps)
-        account.can_pay = any(lengths)
-        if not account.can_pay:
-            account.wait = PATIENCE_TOKENS
-            return 0
 
         def lost(n: int) -> float:
             return self._lost_steps(name, [n] + [0] * (self._streams - 1), n)
 
-        return account.trial_length(most, lost)
+        return account.trial_length(most, lost, can_pay=any(lengths))
 
     def _state(self, job: RunningRequest) -> DraftState:
         state = self._states.get(job.id)
@@ -367,9 +369,10 @@ class Speculator:
             )
             back_offs = {
                 name: BackOff(account, PATIENCE_TOKENS * self._is_unprofitable(name))
-                for name, account in self._accounts.items()
+                for name, account in self.accounts.items()
             }
-            state = self._states[job.id] = DraftState(lookup, back_offs)
+            state = DraftState(lookup, back_offs, len(job.tokens), job.decode_steps)
+            self._states[job.id] = state
         return state
 
     def _is_unprofitable(self, name: str) -> bool:
@@ -378,7 +381,7 @@ class Speculator:
         If so, a new request does not try it at once, because a short answer can't pay for a trial.
         """
         drafter = self.drafters[name]
-        shared = self._accounts[name].acceptance
+        shared = self.accounts[name].acceptance
         candidate = DraftCandidate(
             shared.survival(_MAX_MODEL_TOKENS), drafter.token_s, drafter.at_once
         )
@@ -388,24 +391,19 @@ class Speculator:
 
     # --- after a step -----------------------------------------------------------------------------
 
-    def emitted(
-        self, job: RunningRequest, tokens: Sequence[int], drafted: int, accepted: int
-    ) -> None:
-        """Record that `job` got `tokens` from a step that verified `drafted` tokens and accepted
+    def emitted(self, job: RunningRequest, drafted: int, accepted: int) -> None:
+        """Record that `job` got tokens from a step that verified `drafted` tokens and accepted
         `accepted`.
         """
         state = self._states.get(job.id)
-        if state is None:
+        # Steps without drafts are the usual ones. They are read with the next proposal.
+        if state is None or (not drafted and state.stopped_at < 0):
             return
-        self._emitted += 1
-        state.lookup.advance(tokens)
         # A token that the heads were unsure of counts as wrong: they computed it in vain.
         unsure = state.stopped_at == drafted
         state.stopped_at = -1
+        state.read_steps(job.decode_steps - 1)
         # Tokens that a constraint added after them are not a gain of the draft.
-        if not drafted and not unsure:
-            state.learn(accepted + 1, 1.0)
-            return
         state.learn(accepted + 1, self._steps(state.drafter, drafted, unsure))
         self._counts.add(state.drafter, drafted, accepted)
         if state.drafter in state.back_offs:
@@ -447,8 +445,9 @@ class Speculator:
             self._host.gain(undrafted_s - seconds)
             # A draft that took far longer than its step is not all in `seconds`.
             seconds = max(seconds, self.cost.seconds(rows) + self._drafting_s)
-            for account in self._accounts.values():
+            for name, account in self.accounts.items():
                 account.measure((seconds - undrafted_s) / step_s, drafted=drafted)
+                self.drafters[name].rest(account.rests)
 
     def forget(self, job: RunningRequest) -> None:
         if self._states.pop(job.id, None) is not None:

@@ -93,16 +93,18 @@ class StepLimit:
     """How long a step with drafts may take, in decode steps without drafts."""
 
     def __init__(self) -> None:
-        self.steps = math.inf
+        # The limit is this many times that of a shared step.
+        self._factor = math.inf
 
-    def update(self, single: float, *, shared: bool) -> None:
-        """Set a low limit for a step that is `shared`, and raise it gradually otherwise. `single`: the
-        time of a step of one stream, in steps of all streams."""
+    def update(self, *, shared: bool) -> None:
+        """Set the low limit for a step that is `shared`, and raise it gradually otherwise."""
         if shared:
-            self.steps = max(_MAX_STEPS_TOGETHER, _MAX_STEPS_SHARED * single)
+            self._factor = 1.0
         else:
-            self.steps *= _ALONE_AGAIN
+            self._factor *= _ALONE_AGAIN
 
-    def allowed(self, plain_s: float) -> float:
-        """The limit if a decode step without drafts takes `plain_s` seconds."""
-        return min(self.steps, max(SINGLE_STEP_S / plain_s, _MAX_STEPS_SLOW))
+    def allowed(self, plain_s: float, single_s: float) -> float:
+        """The limit if a decode step without drafts takes `plain_s` seconds, and `single_s` seconds
+        for one stream alone."""
+        steps = self._factor * max(_MAX_STEPS_TOGETHER, _MAX_STEPS_SHARED * single_s / plain_s)
+        return min(steps, max(SINGLE_STEP_S / plain_s, _MAX_STEPS_SLOW))

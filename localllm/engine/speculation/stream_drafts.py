@@ -47,6 +47,8 @@ class DraftState:
     """Draft state of one decoding request: its lookup, the back-off of every drafter, and recent
     gains.
 
+        `n_tokens`: tokens of the request that its lookup has read.
+        `n_steps`: its decode steps that count in the gains.
         `drafter`: the last drafter used.
         `stopped_at`: the length at which that drafter stopped early, unsure of the next token
             (-1: it did not).
@@ -55,16 +57,34 @@ class DraftState:
 
     lookup: PromptLookup
     back_offs: dict[str, BackOff]
+    n_tokens: int
+    n_steps: int
     drafter: str = ""
     stopped_at: int = -1
     recent: DecayedRatio = field(default_factory=recent_gain)
     overall: DecayedRatio = field(default_factory=_gain_overall)
     since_long_step: int = _TRIED_EVERY
 
+    def read(self, tokens: Sequence[int], n_steps: int) -> None:
+        """Read the `tokens` and steps of the request since the last proposal."""
+        self.lookup.advance(tokens[self.n_tokens :])
+        self.n_tokens = len(tokens)
+        self.read_steps(n_steps)
+
+    def read_steps(self, n_steps: int) -> None:
+        """Record steps without drafts up to the request's step `n_steps`."""
+        new = n_steps - self.n_steps
+        if new > 0:
+            self.n_steps = n_steps
+            self.recent.add_ones(new)
+            self.overall.add_ones(new)
+            self.since_long_step += new
+
     def learn(self, tokens: int, steps: float) -> None:
         """Record a step that emitted `tokens` and took as long as `steps` decode steps without
         drafts.
         """
+        self.n_steps += 1
         self.recent.add(tokens, steps)
         self.overall.add(tokens, steps)
         if steps > MAX_STEPS_UNPAID:

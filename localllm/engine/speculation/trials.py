@@ -57,6 +57,11 @@ _SHARE = 0.002
 # to take. A longer one was probably slowed by other programs.
 _MOST_TAKEN = 8.0
 _MOST_DEARER = 8.0
+# A drafter that was right before is charged for at most so many steps more than estimated. Otherwise one
+# slow step would end its drafts for thousands of steps.
+_MOST_MORE_TAKEN = 1.0
+# Whether drafts could pay is asked again after so many steps.
+_CAN_PAY_AGAIN = 24
 # Before a trial can be paid for, its price is computed again after so many steps at most.
 _MOST_WAIT = 64
 # Gains of a drafter allow longer drafts, up to this many steps.
@@ -66,9 +71,11 @@ _MOST_GAINED = 16.0
 # verified in vain.
 _TRIAL_TOKENS = 2
 _MAX_FAILURES = 9
-# So many trials in a row without an accepted token are hardly an accident: of drafters that are right in
-# a third of all cases, one of eight. The next trial is then at least 32 steps away.
-_RESTING_FAILURES = 5
+# Drafters follow the model for so many steps before a trial, since they need a past to guess from. If
+# a trial is further away, they rest.
+_STEPS_OF_PAST = 32
+# If a drafter was right before, its long past is worth following for so many steps.
+_FAR_IF_TRUSTED = 256
 
 
 @dataclass
@@ -92,7 +99,7 @@ class DrafterAccount:
     `trusted`: False until a token is accepted. Before that, all drafts are trials.
     `wait`: steps until a trial may be made.
     `can_pay`: False if drafts would not pay even if they were always right.
-    `price`: decode steps that the next trial will take, if that is more than the balance (else 0).
+    `price`: decode steps that the next trial is expected to take.
     `dearer`: how many times as long as estimated the last trial took.
     """
 
@@ -106,45 +113,53 @@ class DrafterAccount:
     dearer: float = 1.0
 
     def __post_init__(self) -> None:
-        # Decode steps that the last step with drafts took, and those estimated for its trial.
-        self._taken = self._estimated = 0.0
+        # Decode steps that the last step with drafts lost, by the clock and by its estimate, and those
+        # that its drafts cost by the estimate (0: it had no drafts, or they are charged).
+        self._taken = self._estimated = self._cost = 0.0
 
     @property
     def rests(self) -> bool:
-        """True if the drafter was never right, and is expected to stay unused for some time."""
+        """True if the drafter is expected to stay unused for some time."""
+        unpaid_steps = (self.price - self.balance) / _SHARE
+        far_steps = _STEPS_OF_PAST
         if self.trusted:
-            return False
-        failed = self.pause.failures >= _RESTING_FAILURES
-        return failed or self.price > 0.0 or not self.can_pay
+            far_steps = _FAR_IF_TRUSTED
+        return not self.can_pay or max(self.wait, unpaid_steps) > far_steps
 
-    def step(self, gained: float, lost: float) -> None:
-        """Record a step: the decode steps that its drafts saved, and those that they took."""
-        self.wait = max(self.wait - 1, 0)
+    def settle(self, n_steps: int, gained: float, lost: float) -> None:
+        """Record `n_steps` steps: the decode steps that drafts saved in them, and those that drafts
+        took.
+        """
+        self.wait = max(self.wait - n_steps, 0)
         most = max(_CREDIT, self.price)
         if self.balance < most:
-            self.balance = min(self.balance + _SHARE, most)
+            self.balance = min(self.balance + n_steps * _SHARE, most)
         if gained and not self.trusted:
             # The first success is no loss, so drafts that are long enough to pay can follow.
             self.trusted = True
             lost = 0.0
-        if lost and not self.trusted:
-            self._estimated = lost
+        if lost:
+            self._estimated = lost - gained
+            self._cost = lost
         self.balance = min(self.balance + gained - lost, _MOST_GAINED)
 
     def measure(self, lost: float, *, drafted: bool) -> None:
         """Record the decode steps that a step lost, which had drafts or followed one with drafts.
 
-        A trial also reads tokens, and the step after it was not started early. No estimate knows
-        these costs, so a trial is charged for what it took.
+        A draft after a pause also reads tokens, and the step after it was not started early. No
+        estimate knows these costs, so such a draft is charged for what it took.
         """
         if drafted:
             self._taken = lost
-        elif self._estimated:
-            taken = max(min(self._taken + lost, _MOST_TAKEN), self._estimated)
-            self.dearer = min(taken / self._estimated, _MOST_DEARER)
-            self.balance -= taken - self._estimated
+        elif self._cost:
+            more = max(min(self._taken + lost, _MOST_TAKEN) - self._estimated, 0.0)
+            if self.trusted:
+                more = min(more, _MOST_MORE_TAKEN)
+            self.dearer = min(1.0 + more / self._cost, _MOST_DEARER)
+            self.balance -= more
+            self.price = self._cost + more
         # If two steps in a row have drafts, the time of the first one is not known.
-        self._estimated = 0.0
+        self._cost = 0.0
 
     def learn(self, accepted: int) -> None:
         """Record a draft of which `accepted` tokens were right."""
@@ -152,21 +167,32 @@ class DrafterAccount:
         if not accepted:
             self.wait = pause
 
-    def trial_length(self, most: int, lost: Callable[[int], float]) -> int:
+    def trial_length(self, most: int, lost: Callable[[int], float], *, can_pay: bool) -> int:
         """The tokens of a trial now; 0: no trial. `lost(n)`: decode steps that n wrong tokens take.
 
-        A trial that costs more than the balance waits until the balance pays for it.
+        A trial that costs more than the balance waits until the balance pays for it. Drafts that
+        would not pay even if they were always right (not `can_pay`) need no trial.
         """
-        self.price = 0.0
-        for length in range(min(most, _TRIAL_TOKENS), 0, -1):
+        rested = self.rests
+        self.can_pay = can_pay
+        if not can_pay:
+            self.wait = _CAN_PAY_AGAIN
+            return 0
+        if not most:
+            return 0
+        self.price = lost(1) * self.dearer
+        if self.price > self.balance:
+            missing = (self.price - self.balance) / _SHARE
+            self.wait = min(math.ceil(missing), _MOST_WAIT)
+            return 0
+        if rested:
+            self.wait = _STEPS_OF_PAST
+            return 0
+        for length in range(min(most, _TRIAL_TOKENS), 1, -1):
             kept = 1 if self.trusted else length
             if kept * lost(length) * self.dearer <= self.balance:
                 return length
-        if most:
-            self.price = lost(1) * self.dearer
-            missing = (self.price - self.balance) / _SHARE
-            self.wait = min(math.ceil(missing), _MOST_WAIT)
-        return 0
+        return 1
 
 
 # A drafter that did not pay in earlier answers is tried in a new one only after this many tokens,

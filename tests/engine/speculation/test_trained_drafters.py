@@ -239,28 +239,34 @@ def test_trials_are_charged_for_the_time_that_they_took() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "rate", "rests"),
+    ("machine", "rate", "rested_share"),
     [
-        ("DGX Spark, gemma-3-4b", 0.0, [True]),
-        ("DGX Spark, gemma-3-4b", 0.5, []),
+        # It follows the model again before each trial, since it guesses from what it has read.
+        ("DGX Spark, gemma-3-4b", 0.0, (0.5, 0.8)),
+        ("DGX Spark, gemma-3-4b", 0.5, (0.0, 0.0)),
         # Four streams gain nothing on this machine, even from drafts that are always right.
-        ("two cores", 0.5, [True]),
+        ("two cores", 0.5, (0.99, 1.0)),
     ],
 )
-def test_a_drafter_without_gain_rests(machine: str, rate: float, rests: list[bool]) -> None:
+def test_a_drafter_without_gain_rests(
+    machine: str, rate: float, rested_share: tuple[float, float]
+) -> None:
     """A resting drafter does not have to process the tokens of sequences."""
     backend = Guessing(machine, rate, "eagle3")
-    told: list[bool] = []
+    told = [False]
     backend.rest_heads = told.append  # type: ignore[method-assign]
     engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now, cpu=ALONE)
     settle(engine)
     for k in range(4):
         request = request_for(f"{k}", f"say {k}", 400, GREEDY, ignore_eos=True)
         engine.submit(request, backend.tokenize(request.id, special=False))
+    resting = []
     while engine.has_work:
         engine.step()
+        resting.append(told[-1])
     engine.close()
-    assert told == rests
+    least, most = rested_share
+    assert least <= sum(resting) / len(resting) <= most
 
 
 def test_the_next_request_uses_the_learned_acceptance_rate() -> None:
