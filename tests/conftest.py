@@ -9,6 +9,7 @@ import itertools
 import os
 import ssl
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,9 +37,17 @@ settings.load_profile("ours")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# The worker sets this value too (localllm/engine/worker/client.py). OpenMP reads it when llama.cpp
-# is first loaded.
+# The worker sets these values too (localllm/engine/worker/pipe.py). OpenMP reads its value when
+# llama.cpp is first loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# OpenMP then computes with one thread, here and in every process that a test starts. The threads of
+# several test processes wait for each other at hundreds of barriers a step: with two threads, a
+# step of a tiny model takes ten times the processor time. See the fixture `all_threads`. The long
+# lane computes with all threads.
+if not NEW:
+    os.environ["OMP_MAX_ACTIVE_LEVELS"] = "0"
 
 # Every httpx client reads the 140 certificates of certifi, which takes 25 ms. The tests create
 # thousands of clients, and very few of them use TLS.
@@ -141,3 +150,32 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from models.tiny_gguf import write_llama
 
     return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama.gguf")
+
+
+@pytest.fixture
+def all_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compute with all threads, in this process and in those that the test starts.
+
+    For tests that depend on the threads of a step. OpenMP has this setting for each thread that
+    starts a computation.
+    """
+    from localllm_backends.llamacpp.native import start_native
+    from localllm_backends.llamacpp.threads import libgomp
+
+    monkeypatch.delenv("OMP_MAX_ACTIVE_LEVELS", raising=False)
+    start_native()
+    library = libgomp()
+    if library is None:
+        yield
+        return
+    run = threading.Thread.run
+
+    def run_in_parallel(thread: threading.Thread) -> None:
+        library.omp_set_max_active_levels(1)
+        run(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", run_in_parallel)
+    before = library.omp_get_max_active_levels()
+    library.omp_set_max_active_levels(1)
+    yield
+    library.omp_set_max_active_levels(before)

@@ -184,6 +184,7 @@ def test_image_logits_equal_those_of_llama_cpp(backend: Any, native: tuple[Any, 
     backend.check_integrity()
 
 
+@pytest.mark.usefixtures("all_threads")
 def test_between_images_the_encoding_thread_has_no_helper_threads(
     model: VisionModel, media: list[Media]
 ) -> None:

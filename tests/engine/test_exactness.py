@@ -86,6 +86,7 @@ def test_a_forbidden_end_token_is_not_chosen_if_the_device_selects_candidates(
     alone.close()
 
 
+@pytest.mark.usefixtures("all_threads")
 def test_a_real_model_answers_the_same_with_many_requests_as_alone(few_layers: Path) -> None:
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=4096))
     engine = Engine(backend)

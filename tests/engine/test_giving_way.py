@@ -113,6 +113,7 @@ def test_two_engines_that_yield_to_each_other_share_the_cores(cores: int) -> Non
     assert threads == [cores // 2, cores // 2]
 
 
+@pytest.mark.usefixtures("all_threads")
 def test_a_short_step_with_fewer_threads_gives_the_same_answer(
     few_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +163,7 @@ def busy_neighbours(n: int) -> Iterator[None]:
 @pytest.mark.skipif(
     (os.cpu_count() or 1) < 2, reason="with one processor there is nothing to leave"
 )
+@pytest.mark.usefixtures("all_threads")
 def test_a_worker_on_a_busy_machine_uses_one_thread(few_layers: Path) -> None:
     async def main() -> list[float]:
         client = await WorkerOptions(

@@ -153,6 +153,7 @@ def an_interrupted_step_changes_nothing(path: Path, layers: int) -> float:
     return float(np.abs(rows[0] - rows[1]).max() / np.abs(rows[1]).max())
 
 
+@pytest.mark.usefixtures("all_threads")
 @pytest.mark.parametrize(
     "write", [tiny_gguf.write_llama, tiny_gguf.write_moe, tiny_gguf.write_sliding]
 )
@@ -174,6 +175,7 @@ def test_a_backend_with_recurrent_state_is_not_interruptible(tmp_path: Path) -> 
     backend.close()
 
 
+@pytest.mark.usefixtures("all_threads")
 def test_a_worker_stops_prefilling_after_the_client_left(smollm2: Path) -> None:
     async def main() -> None:
         supervisor = Supervisor(

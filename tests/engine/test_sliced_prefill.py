@@ -231,6 +231,7 @@ def test_parking_a_sliced_prompt_only_delays_it() -> None:
     assert outcome.tokens["long"] == expected(words(200, 2), 8)
 
 
+@pytest.mark.usefixtures("all_threads")
 @pytest.mark.parametrize("write", [tiny_gguf.write_llama, tiny_gguf.write_moe])
 def test_real_prompts_read_in_slices_get_the_answers_they_get_alone(
     write: Callable[[Path], Path], tmp_path: Path
