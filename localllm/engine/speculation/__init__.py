@@ -34,7 +34,7 @@ class Drafter(ABC):
     """A drafter that computes on `backend`: a draft model or trained heads. Used by the engine's
     thread.
 
-        `most`: the longest draft, in tokens.
+        `longest`: the longest draft, in tokens.
         `token_s`: seconds per drafted token, or per draft if it is made `at_once`. While it is 0
             (not measured yet), the drafter is not used.
         `stops_when_unsure`: a draft shorter than wanted counts as one wrong token, because the
@@ -43,7 +43,7 @@ class Drafter(ABC):
 
     backend: Backend
     clock: Callable[[], float]
-    most: int
+    longest: int
     name: ClassVar[str]
     stops_when_unsure: ClassVar[bool] = False
     token_s: float = 0.0

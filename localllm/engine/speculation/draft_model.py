@@ -61,7 +61,7 @@ class DraftModel(Drafter):
         self.clock = clock
         self._pool = SequencePool(backend, KvStore(backend, _CACHE_BYTES))
         self._sequences: dict[str, _DraftSequence] = {}
-        self.most = longest_draft(backend)
+        self.longest = longest_draft(backend)
 
     @classmethod
     def for_engine(

@@ -23,7 +23,7 @@ class MtpDrafter(Drafter):
         self.backend = backend
         self.clock = clock
         self._eog = frozenset(self.backend.info.eog_tokens)
-        self.most = self.backend.capabilities.drafts
+        self.longest = self.backend.capabilities.drafts
         self.name = self.backend.capabilities.draft_kind or "mtp"  # type: ignore[misc]
         self.at_once = self.name == "dflash"
         self._rests = False

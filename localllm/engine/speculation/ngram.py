@@ -87,7 +87,7 @@ class _Pointer:
 
 
 def longest_match(
-    haystack: NDArray[np.int32], suffix: NDArray[np.int32], most: int = _MAX_MATCH
+    haystack: NDArray[np.int32], suffix: NDArray[np.int32], max_match: int = _MAX_MATCH
 ) -> tuple[int, int] | None:
     """Find the longest occurrence in `haystack` of the last tokens of `suffix`.
 
@@ -99,7 +99,7 @@ def longest_match(
     found = np.flatnonzero(haystack[:-1] == suffix[-1])
     if not len(found):
         return None
-    suffix = suffix[-most:]
+    suffix = suffix[-max_match:]
     best = int(found[-1]) + 1
     # The latest occurrence is often a full match, in text that repeats. With a search token by token,
     # a proposal then took as long as a quarter of a tiny model's step.
@@ -137,10 +137,10 @@ class PromptLookup:
         recent: RecentOutputs,
         predicted: Sequence[int] = (),
     ) -> None:
-        self._own = SearchedText(tokens)
+        self._request_text = SearchedText(tokens)
         self._predicted = SearchedText(predicted)
         self._recent = recent
-        self._new: list[int] = []
+        self._unread: list[int] = []
         self.rates = rates
         self._pointer: _Pointer | None = None
         if len(predicted):
@@ -151,13 +151,13 @@ class PromptLookup:
         """Append emitted tokens. They are read with the next proposal, so that steps without one
         take no time.
         """
-        self._new.extend(tokens)
+        self._unread.extend(tokens)
 
     def _read_new(self) -> None:
         """Learn from each new token whether it was predicted, and move the pointer."""
         # A pointer near the end of the request's text may predict a new token from another one.
-        self._own.extend(self._new)
-        for token in self._new:
+        self._request_text.extend(self._unread)
+        for token in self._unread:
             pointer = self._valid()
             if pointer is None:
                 break
@@ -171,10 +171,10 @@ class PromptLookup:
                 pointer.match //= 4
             if not pointer.match:
                 self._pointer = None
-        self._new.clear()
+        self._unread.clear()
 
-    def propose(self, most: int) -> tuple[list[int], int]:
-        """Return at most `most` draft tokens, and the length of the match they are based on.
+    def propose(self, max_tokens: int) -> tuple[list[int], int]:
+        """Return at most `max_tokens` draft tokens, and the length of the match they are based on.
 
         Returns ([], 0) if there is no match.
         """
@@ -182,13 +182,13 @@ class PromptLookup:
         pointer = self._valid()
         if pointer is None or pointer.match < _TRUSTED_MATCH:
             pointer = self._search(pointer)
-        if pointer is None or most < 1:
+        if pointer is None or max_tokens < 1:
             return [], 0
-        tokens: list[int] = pointer.text.view[pointer.at : pointer.at + most].tolist()
-        if pointer.text is self._own and tokens and len(tokens) < most:
+        tokens: list[int] = pointer.text.view[pointer.at : pointer.at + max_tokens].tolist()
+        if pointer.text is self._request_text and tokens and len(tokens) < max_tokens:
             # The pointer has reached the end of the request's own text, which is repeating. Repeat
             # the guess too.
-            tokens = (tokens * (most // len(tokens) + 1))[:most]
+            tokens = (tokens * (max_tokens // len(tokens) + 1))[:max_tokens]
         # Stop at the separator or an image.
         foreign = next((i for i, token in enumerate(tokens) if token < 0), len(tokens))
         tokens = tokens[:foreign]
@@ -201,10 +201,10 @@ class PromptLookup:
         return pointer
 
     def _search(self, best: _Pointer | None) -> _Pointer | None:
-        suffix = self._own.view[-_MAX_MATCH:]
-        for buffer in (self._own, self._predicted, self._recent.tokens):
+        suffix = self._request_text.view[-_MAX_MATCH:]
+        for buffer in (self._request_text, self._predicted, self._recent.tokens):
             # Every match that is used has two tokens or more.
-            if not buffer.may_continue(self._own):
+            if not buffer.may_continue(self._request_text):
                 continue
             text = buffer.view[-_WINDOW_TOKENS:]
             found = longest_match(text, suffix)

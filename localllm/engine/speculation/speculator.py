@@ -74,34 +74,34 @@ class Speculator:
         self._states: dict[str, DraftState] = {}
         self._rates = HitRates()
         kinds = registered()
-        given = (self.backend, self.draft_backend, self.mode, self.clock)
-        made = [kind.for_engine(*given) for kind in kinds]
+        parts = (self.backend, self.draft_backend, self.mode, self.clock)
+        made_drafters = [kind.for_engine(*parts) for kind in kinds]
         self.drafters: dict[str, Drafter] = {
-            drafter.name: drafter for drafter in made if drafter is not None
+            drafter.name: drafter for drafter in made_drafters if drafter is not None
         }
         self.accounts = {name: DrafterAccount() for name in self.drafters}
         # Steps that the drafters are not charged for yet. The drafts of the last one by drafter.
         self._unsettled = 0
-        self._used: dict[str, list[StreamDraft]] = {}
+        self._last_drafts: dict[str, list[StreamDraft]] = {}
         # One per salt. Otherwise the speed of an answer would reveal the text of other users.
         self._recent = lru_cache(_MAX_RECENT_SALTS)(lambda salt: RecentOutputs())
         names = ["ngram", "grammar", *[kind.name for kind in kinds], *self.drafters]
         self._counts = DraftCounts(names)
         self._since_plain = 0
-        self._host = HostTime()
-        self._early = EarlyStart()
+        self._host_time = HostTime()
+        self._early_start = EarlyStart()
         # The next step: its decoding requests, and whether it also reads a prompt.
         self._streams = 1
         self._prefills = False
         self._padded = self.backend.capabilities.pads_drafts
-        self._limit = StepLimit()
+        self._step_limit = StepLimit()
         # Seconds that drafters computed for the next step.
         self._drafting_s = 0.0
         self._probe = CostProbe(self.backend, self.cost, self.others, self.clock, self.reading)
         # The longest draft that can be rewound.
-        self._most = longest_draft(self.backend)
+        self._max_draft_tokens = longest_draft(self.backend)
         self.off_because = "this model's memory can't remove rejected draft tokens"
-        if self._most:
+        if self._max_draft_tokens:
             self.off_because = ""
         if self.mode == "off":
             self.off_because = "switched off"
@@ -118,14 +118,14 @@ class Speculator:
         """
         if self.off_because:
             return
-        if self._used:
+        if self._last_drafts:
             self._settle()
         self._unsettled += 1
         decoding = [j for j in running if not j.prefilling and j.compilation is None]
         for job in decoding:
             job.draft = []
             job.draft_from = None
-        self._limit.update(shared=hurry or shared or len(running) > 1)
+        self._step_limit.update(shared=hurry or shared or len(running) > 1)
         if not hurry and decoding and self.cost.known:
             self._choose(decoding, prefills=len(running) > len(decoding))
 
@@ -136,7 +136,7 @@ class Speculator:
         if self._since_plain >= _PLAIN_EVERY:
             self._since_plain = 0
             return
-        if not self._host.allows(self._streams, self.cost.seconds(self._streams)):
+        if not self._host_time.allows(self._streams, self.cost.seconds(self._streams)):
             return
         self._settle()
         rows = self._free_rows(decoding, prefills=prefills)
@@ -151,7 +151,7 @@ class Speculator:
         info = self.backend.info
         rows = min(info.n_batch, info.n_outputs) - prefills
         rows = min(rows, self.backend.cells_free() - info.n_batch * prefills) - len(decoding)
-        rows = min(rows, self._most)
+        rows = min(rows, self._max_draft_tokens)
         limit_s = self._max_steps * self.cost.seconds(self._streams)
         for n in _ROWS_IN_TIME:
             if n < rows and self.cost.seconds(self._streams + n) > limit_s:
@@ -161,32 +161,32 @@ class Speculator:
     @property
     def _max_steps(self) -> float:
         """The most decode steps without drafts that the next step may take."""
-        return self._limit.allowed(self.cost.seconds(self._streams), self.cost.seconds(1))
+        return self._step_limit.allowed(self.cost.seconds(self._streams), self.cost.seconds(1))
 
     def _settle(self) -> None:
         """Charge the drafters for the steps since the last proposals, of which only the first had
         drafts.
         """
         for name, account in self.accounts.items():
-            used = self._used.get(name, [])
-            gained = lost = 0.0
-            if used:
-                streams = max(self._streams, len(used))
-                gained = sum(draft.accepted for draft in used) / streams
-                lengths = [draft.drafted for draft in used]
-                lengths += [0] * (streams - len(used))
-                lost = self._lost_steps(name, lengths, max(d.computed for d in used))
-            account.settle(self._unsettled, gained, lost)
+            last_drafts = self._last_drafts.get(name, [])
+            gained_steps = lost_steps = 0.0
+            if last_drafts:
+                streams = max(self._streams, len(last_drafts))
+                gained_steps = sum(draft.accepted for draft in last_drafts) / streams
+                lengths = [draft.drafted for draft in last_drafts]
+                lengths += [0] * (streams - len(last_drafts))
+                lost_steps = self._lost_steps(name, lengths, max(d.computed for d in last_drafts))
+            account.settle(self._unsettled, gained_steps, lost_steps)
             self.drafters[name].rest(account.rests)
         self._unsettled = 0
-        self._used = {}
+        self._last_drafts = {}
         self._drafting_s = 0.0
 
     def _lost_steps(self, name: str, lengths: Sequence[int], computed: int) -> float:
         """Decode steps without drafts that wrong drafts of these lengths take. The drafter computes
         `computed` tokens in lockstep.
         """
-        drafting_s = self.drafters[name].drafting_s(computed) + self._early.cost_s
+        drafting_s = self.drafters[name].drafting_s(computed) + self._early_start.cost_s
         rows = rows_of(lengths, padded=self._padded)
         return (self.cost.seconds(rows) + drafting_s) / self.cost.seconds(len(lengths)) - 1.0
 
@@ -216,17 +216,17 @@ class Speculator:
         """Choose how many tokens of each proposal to draft."""
         max_steps = self._max_steps
         for name in {p.drafter for p in proposals if p.drafter in self.drafters and p.survival}:
-            max_steps = min(max_steps, 1.0 + self.accounts[name].balance)
-        pay = self._worthwhile(proposals, max_steps)
-        guesses = [
+            max_steps = min(max_steps, 1.0 + self.accounts[name].balance_steps)
+        paying_lengths = self._worthwhile(proposals, max_steps)
+        lookups = [
             (job, p, n)
-            for job, p, n in zip(decoding, proposals, pay, strict=True)
+            for job, p, n in zip(decoding, proposals, paying_lengths, strict=True)
             if p.drafter == "ngram" and n
         ]
-        if not guesses:
-            return pay
-        states = [self._states[job.id] for job, _, _ in guesses]
-        likely = [p.likely(n) for _, p, n in guesses]
+        if not lookups:
+            return paying_lengths
+        states = [self._states[job.id] for job, _, _ in lookups]
+        likely = [p.likely(n) for _, p, n in lookups]
         allowed_steps = min(state.allowed_steps(n) for state, n in zip(states, likely, strict=True))
         allowed_steps = max(allowed_steps, MAX_STEPS_UNPAID)
         trial_steps = min(max_steps, *[state.trial_steps() for state in states])
@@ -240,7 +240,7 @@ class Speculator:
         """The draft lengths that pay in a step of these candidates."""
         seconds = self.cost.seconds
         return choose_lengths(
-            candidates, seconds, max_steps, self._early.cost_s, padded=self._padded
+            candidates, seconds, max_steps, self._early_start.cost_s, padded=self._padded
         )
 
     def _run_drafter(
@@ -264,23 +264,23 @@ class Speculator:
             if drafter.stops_when_unsure and len(job.draft) < length and not ends:
                 state.stopped_at = len(job.draft)
 
-    def _proposal(self, job: RunningRequest, most: int) -> Proposal:
+    def _proposal(self, job: RunningRequest, max_tokens: int) -> Proposal:
         state = self._state(job)
-        most = min(
-            most,
+        max_tokens = min(
+            max_tokens,
             job.max_tokens - job.n_generated - 1,
             self.backend.info.n_ctx - len(job.tokens) - 1,
         )
-        if not job.drafts or most < 1:
+        if not job.drafts or max_tokens < 1:
             return Proposal(())
         state.read(job.tokens, job.decode_steps)
-        tokens, match = state.lookup.propose(most)
+        tokens, match = state.lookup.propose(max_tokens)
         constraint = job.sampler.constraint
         if constraint is not None and tokens:
             tokens = tokens[: constraint.acceptable(tokens)]
         forced = []
         if constraint is not None and len(tokens) < 2:
-            forced = constraint.forced_tokens()[:most]
+            forced = constraint.forced_tokens()[:max_tokens]
         if forced:
             survival = [_FORCED_RATE ** (k + 1) for k in range(len(forced))]
             best = Proposal(survival, drafter="grammar", tokens=forced)
@@ -289,74 +289,78 @@ class Speculator:
             best = Proposal(survival, drafter="ngram", tokens=tokens)
         if self.mode != "ngram" and job.request.draft != "ngram":
             for name, drafter in self.drafters.items():
-                best = self._better_of(job, state.back_offs[name], best, most, name, drafter)
+                best = self._better_proposal(
+                    job, state.back_offs[name], best, max_tokens, name, drafter
+                )
         return best
 
-    def _better_of(
+    def _better_proposal(
         self,
         job: RunningRequest,
         back_off: BackOff,
         best: Proposal,
-        most: int,
+        max_tokens: int,
         name: str,
         drafter: Drafter,
     ) -> Proposal:
         """Return this drafter's proposal if it promises more than `best` for this job alone, else
         `best`.
         """
-        turn, alone = self._turn(job, back_off, most, name, drafter)
-        if not (alone or turn.trial):
+        proposal, n_paying = self._drafter_proposal(job, back_off, max_tokens, name, drafter)
+        if not (n_paying or proposal.trial):
             return best
-        (instead,) = choose_lengths([best], self.cost.seconds)
+        (n_best,) = choose_lengths([best], self.cost.seconds)
         # A trial promises no gain, so it replaces `best` only if `best` has no gain either.
-        if turn.trial:
-            better = not instead
+        if proposal.trial:
+            better = not n_best
         else:
-            better = turn.speed(alone, self.cost.seconds) > best.speed(instead, self.cost.seconds)
+            better = proposal.speed(n_paying, self.cost.seconds) > best.speed(
+                n_best, self.cost.seconds
+            )
         if not better or not drafter.ready(job):
             return best
-        if turn.trial:
+        if proposal.trial:
             # One stream at a time, and then a step without a trial, which shows what this one took.
-            back_off.account.wait = 2
-        return turn
+            back_off.account.wait_steps = 2
+        return proposal
 
-    def _turn(
-        self, job: RunningRequest, back_off: BackOff, most: int, name: str, drafter: Drafter
+    def _drafter_proposal(
+        self, job: RunningRequest, back_off: BackOff, max_tokens: int, name: str, drafter: Drafter
     ) -> tuple[Proposal, int]:
         """This drafter's proposal, and the tokens of it that pay for this job alone."""
         account = back_off.account
         # The time of a trial is not known in a step that also reads a prompt.
-        waits = account.wait > 0 or self._prefills
+        waits = account.wait_steps > 0 or self._prefills
         may_try = not waits and job.n_generated >= back_off.retry_at
         # On average 1 / (1 - rate) tokens are right, if a draft is long enough.
         may_pay = account.trusted and self._steps(name, 1) * (1.0 - back_off.acceptance.rate) < 1.0
         if not drafter.token_s or not (may_try or may_pay):
             return Proposal(()), 0
-        most = min(most, drafter.most, _MAX_MODEL_TOKENS)
+        max_tokens = min(max_tokens, drafter.longest, _MAX_MODEL_TOKENS)
         # The longest draft that can be rejected entirely while the stream keeps its minimum speed.
         steps = _MAX_STEPS_TRIAL + self._states[job.id].overall.total_for(MIN_GAIN, 1)
-        length = next((n for n in range(most, 0, -1) if self._steps(name, n) <= steps), 0)
+        length = next((n for n in range(max_tokens, 0, -1) if self._steps(name, n) <= steps), 0)
         survival = back_off.acceptance.survival(length)
-        turn = Proposal(survival, drafter.token_s, drafter.at_once, name)
-        alone = 0
+        proposal = Proposal(survival, drafter.token_s, drafter.at_once, name)
+        n_paying = 0
         if may_pay:
-            (alone,) = choose_lengths([turn], self.cost.seconds, 1.0 + account.balance)
-        if not alone and may_try:
+            (n_paying,) = choose_lengths([proposal], self.cost.seconds, 1.0 + account.balance_steps)
+        if not n_paying and may_try:
             trial = self._trial_length(name, account, length)
-            turn = Proposal((), drafter.token_s, drafter.at_once, name, trial=trial)
-        return turn, alone
+            proposal = Proposal((), drafter.token_s, drafter.at_once, name, trial=trial)
+        return proposal, n_paying
 
-    def _trial_length(self, name: str, account: DrafterAccount, most: int) -> int:
+    def _trial_length(self, name: str, account: DrafterAccount, max_tokens: int) -> int:
         """The tokens of a trial draft now (0: no trial)."""
         drafter = self.drafters[name]
-        survival = [_NEARLY_RIGHT ** (k + 1) for k in range(most)]
+        survival = [_NEARLY_RIGHT ** (k + 1) for k in range(max_tokens)]
         right = DraftCandidate(survival, drafter.token_s, drafter.at_once)
         lengths = self._worthwhile([right] * self._streams, self._max_steps)
 
-        def lost(n: int) -> float:
+        def lost_steps(n: int) -> float:
             return self._lost_steps(name, [n] + [0] * (self._streams - 1), n)
 
-        return account.trial_length(most, lost, can_pay=any(lengths))
+        return account.trial_length(max_tokens, lost_steps, can_pay=any(lengths))
 
     def _state(self, job: RunningRequest) -> DraftState:
         state = self._states.get(job.id)
@@ -408,7 +412,7 @@ class Speculator:
         self._counts.add(state.drafter, drafted, accepted)
         if state.drafter in state.back_offs:
             draft = StreamDraft(drafted, accepted, drafted + unsure)
-            self._used.setdefault(state.drafter, []).append(draft)
+            self._last_drafts.setdefault(state.drafter, []).append(draft)
             state.back_offs[state.drafter].learn(accepted, drafted + unsure, job.n_generated)
 
     def _steps(self, drafter: str, drafted: int, unsure: bool = False) -> float:
@@ -417,10 +421,10 @@ class Speculator:
 
         `unsure`: the drafter computed one token more.
         """
-        by = self.drafters.get(drafter)
+        drafter_used = self.drafters.get(drafter)
         drafting_s = 0.0
-        if by is not None:
-            drafting_s = by.drafting_s(drafted + unsure)
+        if drafter_used is not None:
+            drafting_s = drafter_used.drafting_s(drafted + unsure)
         return (self.cost.seconds(1 + drafted) + drafting_s) / self.cost.seconds(1)
 
     def observe(self, lengths: Sequence[int], *, tokens: int, seconds: float) -> None:
@@ -430,8 +434,8 @@ class Speculator:
         sequences = len(lengths)
         rows = rows_of(lengths, padded=self._padded)
         drafted = rows > sequences
-        counts = drafted or self._early.after_drafts
-        usual_s = self._early.observe(sequences, seconds, drafted=drafted)
+        counts = drafted or self._early_start.after_drafts
+        usual_s = self._early_start.observe(sequences, seconds, drafted=drafted)
         if drafted:
             self.cost.observe(rows, seconds, sequences)
             self._since_plain += 1
@@ -442,7 +446,7 @@ class Speculator:
             step_s = self.cost.seconds(sequences)
             undrafted_s = step_s * tokens / sequences
             self._counts.add_time(seconds, undrafted_s)
-            self._host.gain(undrafted_s - seconds)
+            self._host_time.gain(undrafted_s - seconds)
             # A draft that took far longer than its step is not all in `seconds`.
             seconds = max(seconds, self.cost.seconds(rows) + self._drafting_s)
             for name, account in self.accounts.items():

@@ -14,7 +14,7 @@ from localllm.engine.step_costs import SINGLE_STEP_S
 # drafts saved. If it was not limited, it took 1.2 of 7.8 ms of a step of four streams.
 _HOST_S = 20e-6
 _HOST_SHARE = 0.002
-_MOST_HOST_STEPS = 0.5
+_MAX_HOST_STEPS = 0.5
 # Weight of a new measurement of the time to start early steps again.
 _RESTART_RATE = 0.2
 
@@ -45,7 +45,7 @@ class HostTime:
     def allows(self, streams: int, step_s: float) -> bool:
         """Return whether drafts may be chosen for a step that takes `step_s` without them. If so, the
         time for it is spent."""
-        self._left_s = min(self._left_s + _HOST_SHARE * step_s, _MOST_HOST_STEPS * step_s)
+        self._left_s = min(self._left_s + _HOST_SHARE * step_s, _MAX_HOST_STEPS * step_s)
         if self._left_s < 0.0:
             return False
         self._left_s -= _HOST_S * streams

@@ -51,21 +51,21 @@ class Acceptance:
 # The time that a drafter may lose in this engine, in decode steps without drafts: so many steps, and
 # this share of all further steps. 250 tokens of streams that begin together then keep 0.99 of their
 # speed if every draft is wrong.
-_CREDIT = 1.25
-_SHARE = 0.002
+_CREDIT_STEPS = 1.25
+_CREDIT_PER_STEP = 0.002
 # Most steps that a trial is charged for, and how many times its estimate the next one is expected
 # to take. A longer one was probably slowed by other programs.
-_MOST_TAKEN = 8.0
-_MOST_DEARER = 8.0
+_MAX_TAKEN_STEPS = 8.0
+_MAX_OVERRUN_FACTOR = 8.0
 # A drafter that was right before is charged for at most so many steps more than estimated. Otherwise one
 # slow step would end its drafts for thousands of steps.
-_MOST_MORE_TAKEN = 1.0
+_MAX_EXTRA_STEPS = 1.0
 # Whether drafts could pay is asked again after so many steps.
 _CAN_PAY_AGAIN = 24
 # Before a trial can be paid for, its price is computed again after so many steps at most.
-_MOST_WAIT = 64
+_MAX_WAIT_STEPS = 64
 # Gains of a drafter allow longer drafts, up to this many steps.
-_MOST_GAINED = 16.0
+_MAX_BALANCE_STEPS = 16.0
 # Tokens of a trial draft, which measures the acceptance rate. It has a second token only if that
 # leaves half of the balance, unless one was right before: after a wrong first token, the second was
 # verified in vain.
@@ -95,80 +95,86 @@ class DrafterAccount:
     """The gains and losses of one drafter in one engine. All streams share them, because a draft for
     one of them lengthens the steps of all.
 
-    `balance`: decode steps without drafts that it may lose now.
+    `balance_steps`: decode steps without drafts that it may lose now.
     `trusted`: False until a token is accepted. Before that, all drafts are trials.
-    `wait`: steps until a trial may be made.
+    `wait_steps`: steps until a trial may be made.
     `can_pay`: False if drafts would not pay even if they were always right.
-    `price`: decode steps that the next trial is expected to take.
-    `dearer`: how many times as long as estimated the last trial took.
+    `price_steps`: decode steps that the next trial is expected to take.
+    `overrun_factor`: how many times as long as estimated the last trial took.
     """
 
     acceptance: Acceptance = field(default_factory=Acceptance)
-    balance: float = _CREDIT
+    balance_steps: float = _CREDIT_STEPS
     trusted: bool = False
     pause: Pause = field(default_factory=Pause)
-    wait: int = 0
+    wait_steps: int = 0
     can_pay: bool = True
-    price: float = 0.0
-    dearer: float = 1.0
+    price_steps: float = 0.0
+    overrun_factor: float = 1.0
 
     def __post_init__(self) -> None:
         # Decode steps that the last step with drafts lost, by the clock and by its estimate, and those
         # that its drafts cost by the estimate (0: it had no drafts, or they are charged).
-        self._taken = self._estimated = self._cost = 0.0
+        self._taken_steps = self._estimated_steps = self._cost_steps = 0.0
 
     @property
     def rests(self) -> bool:
         """True if the drafter is expected to stay unused for some time."""
-        unpaid_steps = (self.price - self.balance) / _SHARE
+        unpaid_wait_steps = (self.price_steps - self.balance_steps) / _CREDIT_PER_STEP
         far_steps = _STEPS_OF_PAST
         if self.trusted:
             far_steps = _FAR_IF_TRUSTED
-        return not self.can_pay or max(self.wait, unpaid_steps) > far_steps
+        return not self.can_pay or max(self.wait_steps, unpaid_wait_steps) > far_steps
 
-    def settle(self, n_steps: int, gained: float, lost: float) -> None:
+    def settle(self, n_steps: int, gained_steps: float, lost_steps: float) -> None:
         """Record `n_steps` steps: the decode steps that drafts saved in them, and those that drafts
         took.
         """
-        self.wait = max(self.wait - n_steps, 0)
-        most = max(_CREDIT, self.price)
-        if self.balance < most:
-            self.balance = min(self.balance + n_steps * _SHARE, most)
-        if gained and not self.trusted:
+        self.wait_steps = max(self.wait_steps - n_steps, 0)
+        max_balance_steps = max(_CREDIT_STEPS, self.price_steps)
+        if self.balance_steps < max_balance_steps:
+            self.balance_steps = min(
+                self.balance_steps + n_steps * _CREDIT_PER_STEP, max_balance_steps
+            )
+        if gained_steps and not self.trusted:
             # The first success is no loss, so drafts that are long enough to pay can follow.
             self.trusted = True
-            lost = 0.0
-        if lost:
-            self._estimated = lost - gained
-            self._cost = lost
-        self.balance = min(self.balance + gained - lost, _MOST_GAINED)
+            lost_steps = 0.0
+        if lost_steps:
+            self._estimated_steps = lost_steps - gained_steps
+            self._cost_steps = lost_steps
+        self.balance_steps = min(self.balance_steps + gained_steps - lost_steps, _MAX_BALANCE_STEPS)
 
-    def measure(self, lost: float, *, drafted: bool) -> None:
+    def measure(self, lost_steps: float, *, drafted: bool) -> None:
         """Record the decode steps that a step lost, which had drafts or followed one with drafts.
 
         A draft after a pause also reads tokens, and the step after it was not started early. No
         estimate knows these costs, so such a draft is charged for what it took.
         """
         if drafted:
-            self._taken = lost
-        elif self._cost:
-            more = max(min(self._taken + lost, _MOST_TAKEN) - self._estimated, 0.0)
+            self._taken_steps = lost_steps
+        elif self._cost_steps:
+            extra_steps = max(
+                min(self._taken_steps + lost_steps, _MAX_TAKEN_STEPS) - self._estimated_steps, 0.0
+            )
             if self.trusted:
-                more = min(more, _MOST_MORE_TAKEN)
-            self.dearer = min(1.0 + more / self._cost, _MOST_DEARER)
-            self.balance -= more
-            self.price = self._cost + more
+                extra_steps = min(extra_steps, _MAX_EXTRA_STEPS)
+            self.overrun_factor = min(1.0 + extra_steps / self._cost_steps, _MAX_OVERRUN_FACTOR)
+            self.balance_steps -= extra_steps
+            self.price_steps = self._cost_steps + extra_steps
         # If two steps in a row have drafts, the time of the first one is not known.
-        self._cost = 0.0
+        self._cost_steps = 0.0
 
     def learn(self, accepted: int) -> None:
         """Record a draft of which `accepted` tokens were right."""
         pause = self.pause.after(accepted)
         if not accepted:
-            self.wait = pause
+            self.wait_steps = pause
 
-    def trial_length(self, most: int, lost: Callable[[int], float], *, can_pay: bool) -> int:
-        """The tokens of a trial now; 0: no trial. `lost(n)`: decode steps that n wrong tokens take.
+    def trial_length(
+        self, max_tokens: int, lost_steps: Callable[[int], float], *, can_pay: bool
+    ) -> int:
+        """The tokens of a trial now; 0: no trial. `lost_steps(n)`: decode steps that n wrong tokens take.
 
         A trial that costs more than the balance waits until the balance pays for it. Drafts that
         would not pay even if they were always right (not `can_pay`) need no trial.
@@ -176,21 +182,21 @@ class DrafterAccount:
         rested = self.rests
         self.can_pay = can_pay
         if not can_pay:
-            self.wait = _CAN_PAY_AGAIN
+            self.wait_steps = _CAN_PAY_AGAIN
             return 0
-        if not most:
+        if not max_tokens:
             return 0
-        self.price = lost(1) * self.dearer
-        if self.price > self.balance:
-            missing = (self.price - self.balance) / _SHARE
-            self.wait = min(math.ceil(missing), _MOST_WAIT)
+        self.price_steps = lost_steps(1) * self.overrun_factor
+        if self.price_steps > self.balance_steps:
+            missing_steps = (self.price_steps - self.balance_steps) / _CREDIT_PER_STEP
+            self.wait_steps = min(math.ceil(missing_steps), _MAX_WAIT_STEPS)
             return 0
         if rested:
-            self.wait = _STEPS_OF_PAST
+            self.wait_steps = _STEPS_OF_PAST
             return 0
-        for length in range(min(most, _TRIAL_TOKENS), 1, -1):
-            kept = 1 if self.trusted else length
-            if kept * lost(length) * self.dearer <= self.balance:
+        for length in range(min(max_tokens, _TRIAL_TOKENS), 1, -1):
+            reserve_factor = 1 if self.trusted else length
+            if reserve_factor * lost_steps(length) * self.overrun_factor <= self.balance_steps:
                 return length
         return 1
 
