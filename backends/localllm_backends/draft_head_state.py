@@ -122,19 +122,19 @@ class StatefulDraftHeads(ABC, Generic[Row]):
         Tokens without rows are passed over. Then let heads with too many unread tokens catch up.
         """
         late: list[SequenceId] = []
-        for chunk, known in zip(chunks, rows, strict=True):
-            if len(known) < len(chunk.tokens):
+        for chunk, new_rows in zip(chunks, rows, strict=True):
+            if len(new_rows) < len(chunk.tokens):
                 self._pass_over(chunk)
                 continue
             if chunk.media is not None:
                 # Heads can't read image tokens. They restart after the image.
                 self._pass_over(chunk)
-                self._states[chunk.sequence].rows = [self._detached(known[-1])]
+                self._states[chunk.sequence].rows = [self._detached(new_rows[-1])]
                 continue
             self._resume(chunk.sequence)
             state = self._states[chunk.sequence]
             state.unread.extend(chunk.tokens)
-            state.rows.extend(known)
+            state.rows.extend(new_rows)
             if len(state.unread) >= _CATCH_UP_TOKENS:
                 late.append(chunk.sequence)
         if late:
@@ -171,13 +171,13 @@ class StatefulDraftHeads(ABC, Generic[Row]):
         self._resume(source)
         state = self._states[source]
         keep = n_tokens - state.read
-        held = min(n_tokens, state.read)
-        if held:
-            self._copy(source, target, held)
+        n_read = min(n_tokens, state.read)
+        if n_read:
+            self._copy(source, target, n_read)
         if keep >= 0:
-            self._states[target] = HeadState(held, state.rows[: keep + 1], state.unread[:keep])
+            self._states[target] = HeadState(n_read, state.rows[: keep + 1], state.unread[:keep])
         else:
-            self._states[target] = HeadState(held, [self._zero_row()])
+            self._states[target] = HeadState(n_read, [self._zero_row()])
 
     def catch_up(self, sequences: Sequence[SequenceId]) -> None:
         """Read all unread tokens of `sequences`, in as few passes as the batch size allows."""

@@ -35,9 +35,9 @@ _GEMMA4_MASK = 4
 class _BlockAttention(nn.Module):  # type: ignore[misc]
     """mlx-vlm's attention of such a layer, for rows of different lengths in our memory."""
 
-    def __init__(self, own: Any, window: int, *, causal: bool) -> None:
+    def __init__(self, attention: Any, window: int, *, causal: bool) -> None:
         super().__init__()
-        self.own = own
+        self.attention = attention
         self._window = window or None
         self._causal = causal
 
@@ -45,18 +45,20 @@ class _BlockAttention(nn.Module):  # type: ignore[misc]
         """Append keys and values of `context` [rows, n, width] to `cache`, and return all of
         them."""
         keys, values = self._keys_and_values(context)
-        found: tuple[Any, Any] = cache.update_and_fetch(rope(keys, offset=cache.offset), values)
-        return found
+        keys_values: tuple[Any, Any] = cache.update_and_fetch(
+            rope(keys, offset=cache.offset), values
+        )
+        return keys_values
 
     def __call__(self, x: Any, context: Any, rope: Any, cache: Any, _: Any = None) -> Any:
         """Attend from the block `x` [rows, block, width] to all context and to the block.
 
         `context` [rows, 1, width] is the newest row, which is not in `cache` yet.
         """
-        own = self.own
+        attention = self.attention
         rows, block, _ = x.shape
         at = cache.offset + 1
-        queries = own.q_norm(own.q_proj(x).reshape(rows, block, own.n_heads, -1))
+        queries = attention.q_norm(attention.q_proj(x).reshape(rows, block, attention.n_heads, -1))
         queries = rope(queries.transpose(0, 2, 1, 3), offset=at)
         new_keys, new_values = self._keys_and_values(x)
         # The mask for the newest row is the one for the block too.
@@ -66,17 +68,17 @@ class _BlockAttention(nn.Module):  # type: ignore[misc]
             queries,
             mx.concatenate([keys, rope(new_keys, offset=at)], axis=2),
             mx.concatenate([values, new_values], axis=2),
-            scale=own.scale,
+            scale=attention.scale,
             mask=self._mask(seen, int(keys.shape[2]), block),
-            sinks=own.attention_sink_bias,
+            sinks=attention.attention_sink_bias,
         )
-        return own.o_proj(out.transpose(0, 2, 1, 3).reshape(rows, block, -1))
+        return attention.o_proj(out.transpose(0, 2, 1, 3).reshape(rows, block, -1))
 
     def _keys_and_values(self, x: Any) -> tuple[Any, Any]:
-        own = self.own
-        shape = (*x.shape[:2], own.n_kv_heads, -1)
-        keys = own.k_norm(own.k_proj(x).reshape(shape)).transpose(0, 2, 1, 3)
-        return keys, own.v_proj(x).reshape(shape).transpose(0, 2, 1, 3)
+        attention = self.attention
+        shape = (*x.shape[:2], attention.n_kv_heads, -1)
+        keys = attention.k_norm(attention.k_proj(x).reshape(shape)).transpose(0, 2, 1, 3)
+        return keys, attention.v_proj(x).reshape(shape).transpose(0, 2, 1, 3)
 
     def _mask(self, seen: Any, n_context: int, block: int) -> Any:
         """Return the mask of a block: `seen` [rows, 1, 1, context] (None: all), then the block."""
@@ -112,18 +114,18 @@ class DflashModule(TrainedModule):
 
     kind: ClassVar[str] = "dflash"
 
-    def __init__(self, weights: Any, known: DrafterConfig, target: Target, mark: str) -> None:
-        super().__init__(weights, target, known.layers, mark)
-        self._design = known.design
-        self.longest = known.block - 1
+    def __init__(self, weights: Any, drafter: DrafterConfig, target: Target, mark: str) -> None:
+        super().__init__(weights, target, drafter.layers, mark)
+        self._design = drafter.design
+        self.longest = drafter.block - 1
         if weights.embed_tokens is None:
             weights.embed_tokens = target.embeddings
             weights.embed_scale = target.embed_scale
         weights.lm_head = target.output
-        self._n_rows = known.block
+        self._n_rows = drafter.block
         # DSpark's first draft token is at the place of the newest token, unless trained otherwise.
         self._begin = 1
-        if known.design == "dspark" and weights.config.sample_from_anchor:
+        if drafter.design == "dspark" and weights.config.sample_from_anchor:
             self._n_rows -= 1
             self._begin = 0
 
@@ -192,13 +194,13 @@ class BlockHeads(HeadMemory):
             members = [seqs[i] for i in group]
             batch, order, ids = self._batch.gather(members, [newest[i] for i in group])
             batch.make_room(1)
-            given = joined([rows[group[i]] for i in order])
-            tokens, sure = self._module.block(ids[:, 0], given, batch.caches)
-            mx.eval(tokens, sure)
+            features = joined([rows[group[i]] for i in order])
+            tokens, certainty = self._module.block(ids[:, 0], features, batch.caches)
+            mx.eval(tokens, certainty)
             # The row of features stays unread, since its token is not accepted yet.
             batch.advance([0] * len(order))
-            found = zip(np.array(tokens).tolist(), np.array(sure).tolist(), strict=True)
-            for place, (guessed, probabilities) in zip(order, found, strict=True):
+            guesses = zip(np.array(tokens).tolist(), np.array(certainty).tolist(), strict=True)
+            for place, (guessed, probabilities) in zip(order, guesses, strict=True):
                 i = group[place]
                 likely = takewhile(_is_likely, zip(guessed, probabilities, strict=True))
                 drafts[i] += [token for token, _ in likely][: wanted[i][2]]
@@ -208,27 +210,27 @@ def _is_likely(guess: tuple[int, float]) -> bool:
     return guess[1] >= MIN_PROBABILITY
 
 
-def dflash_module(folder: Path, known: DrafterConfig, target: Target) -> DflashModule:
+def dflash_module(folder: Path, drafter: DrafterConfig, target: Target) -> DflashModule:
     """Return the DFlash, DFlash2 or DSpark drafter in `folder`."""
-    package = import_module(f"mlx_vlm.speculative.drafters.{_PACKAGES[known.design]}")
+    package = import_module(f"mlx_vlm.speculative.drafters.{_PACKAGES[drafter.design]}")
 
     def make(config: dict[str, Any]) -> Any:
-        given = {**config, "num_target_layers": len(target.layers)}
+        full_config = {**config, "num_target_layers": len(target.layers)}
         if target.family.startswith("gemma4"):
-            given.setdefault("mask_token_id", _GEMMA4_MASK)
-        return package.Model(package.ModelConfig.from_dict(given))
+            full_config.setdefault("mask_token_id", _GEMMA4_MASK)
+        return package.Model(package.ModelConfig.from_dict(full_config))
 
     weights = read_module(folder, make)
     settings = weights.config
     check_ids("its mask token", [settings.mask_token_id], target.vocabulary)
     for layer in weights.layers:
-        own = layer.self_attn
+        attention = layer.self_attn
         window = 0
-        if own.is_sliding:
+        if attention.is_sliding:
             window = settings.sliding_window - 1
         if settings.draft_window_size:
             window = settings.draft_window_size
-        if window and own.is_causal:
+        if window and attention.is_causal:
             raise ValueError("it has a sliding window in blocks that attend to earlier tokens only")
-        layer.self_attn = _BlockAttention(own, window, causal=own.is_causal)
-    return DflashModule(weights, known, target, fingerprint(folder)[:12])
+        layer.self_attn = _BlockAttention(attention, window, causal=attention.is_causal)
+    return DflashModule(weights, drafter, target, fingerprint(folder)[:12])

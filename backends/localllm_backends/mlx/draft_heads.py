@@ -80,17 +80,17 @@ class HeadMemory(StatefulDraftHeads[HiddenRow]):
         self._stepper = stepper
         self.rest(False)
         module.tap(stepper.keep_hidden)
-        held = shapes(module)
+        kv_shapes = shapes(module)
         self.kind = module.kind  # type: ignore[misc]
         self.first = module.first  # type: ignore[misc]
         self.longest = module.longest
         self._module: Any = module
-        self._layout = held.layout
+        self._layout = kv_shapes.layout
         # The heads' KV of each sequence.
         self.caches: dict[SequenceId, SequenceCache] = {}
         self._batch = SequenceBatch(self._layout)
         self._zeros = mx.zeros((1, 1, module.width))
-        self._exports = KvExport(f"{identity} heads", held, stepper, separate_states=False)
+        self._exports = KvExport(f"{identity} heads", kv_shapes, stepper, separate_states=False)
 
     def rest(self, resting: bool) -> None:
         super().rest(resting)
@@ -134,11 +134,11 @@ class HeadMemory(StatefulDraftHeads[HiddenRow]):
 
         They can if each has a past and few new tokens.
         """
-        fit = [
+        short_enough = [
             seq.start_of(0) < seq.length and len(new) <= WHOLE_TOKENS
             for seq, new in zip(seqs, tokens, strict=True)
         ]
-        return len(seqs) == 1 or all(fit)
+        return len(seqs) == 1 or all(short_enough)
 
     def _call(
         self,
@@ -150,8 +150,8 @@ class HeadMemory(StatefulDraftHeads[HiddenRow]):
         yet."""
         if not self.together(seqs, tokens):
             separate_states: list[list[HiddenRow]] = []
-            for seq, new, known in zip(seqs, tokens, rows, strict=True):
-                separate_states += self._call([seq], [new], [known])
+            for seq, new, seq_rows in zip(seqs, tokens, rows, strict=True):
+                separate_states += self._call([seq], [new], [seq_rows])
             return separate_states
         batch, order, ids = self._batch.gather(seqs, tokens)
         batch.make_room(int(ids.shape[1]))
@@ -203,9 +203,9 @@ class HeadMemory(StatefulDraftHeads[HiddenRow]):
         return self._zeros, 0, 0
 
     def _detached(self, row: HiddenRow) -> HiddenRow:
-        own = mx.contiguous(stacked([row])[None])
-        mx.async_eval(own)
-        return own, 0, 0
+        row_copy = mx.contiguous(stacked([row])[None])
+        mx.async_eval(row_copy)
+        return row_copy, 0, 0
 
     # --- export and import ------------------------------------------------------------------------
 
@@ -277,30 +277,30 @@ def joined(rows: Sequence[Sequence[HiddenRow]]) -> Any:
     If the sequences decoded together, the arrays of their steps are joined as they are.
     """
     first = rows[0]
-    if all(_same_steps(first, known) for known in rows):
+    if all(_same_steps(first, seq_rows) for seq_rows in rows):
         parts = []
         for array, _, begin, end in _runs(first):
             whole = end - begin == int(array.shape[1])
             parts.append(array if whole else array[:, begin:end])
         every = _concatenated(parts, axis=1)
-        places = [known[0][1] for known in rows]
+        places = [seq_rows[0][1] for seq_rows in rows]
         if places == list(range(int(every.shape[0]))):
             return every
         return every[mx.array(places)]
-    longest = max(len(known) for known in rows)
+    longest = max(len(seq_rows) for seq_rows in rows)
     padded = []
-    for known in rows:
-        padded.append(mx.pad(stacked(known), [(0, longest - len(known)), (0, 0)]))
+    for seq_rows in rows:
+        padded.append(mx.pad(stacked(seq_rows), [(0, longest - len(seq_rows)), (0, 0)]))
     return mx.stack(padded)
 
 
-def _same_steps(first: Sequence[HiddenRow], known: Sequence[HiddenRow]) -> bool:
-    """Return whether `known` has the arrays and tokens of `first`, and one place in all of them."""
-    if len(first) != len(known):
+def _same_steps(first: Sequence[HiddenRow], seq_rows: Sequence[HiddenRow]) -> bool:
+    """Return whether `seq_rows` has the arrays and tokens of `first`, and one place in all of them."""
+    if len(first) != len(seq_rows):
         return False
     n_rows = int(first[0][0].shape[0])
-    place = known[0][1]
-    for (array, _, at), (own_array, row, own_at) in zip(first, known, strict=True):
+    place = seq_rows[0][1]
+    for (array, _, at), (own_array, row, own_at) in zip(first, seq_rows, strict=True):
         if own_array is not array or own_at != at or row != place:
             return False
         if int(array.shape[0]) != n_rows:
@@ -315,15 +315,15 @@ def stacked(rows: Sequence[HiddenRow]) -> Any:
 
 def _runs(rows: Sequence[HiddenRow]) -> list[tuple[Any, int, int, int]]:
     """Return (array, row, begin, end) for each run of adjacent rows."""
-    found: list[tuple[Any, int, int, int]] = []
+    runs: list[tuple[Any, int, int, int]] = []
     for array, row, at in rows:
-        if found:
-            last, its_row, begin, end = found[-1]
+        if runs:
+            last, its_row, begin, end = runs[-1]
             if last is array and (its_row, end) == (row, at):
-                found[-1] = (array, row, begin, at + 1)
+                runs[-1] = (array, row, begin, at + 1)
                 continue
-        found.append((array, row, at, at + 1))
-    return found
+        runs.append((array, row, at, at + 1))
+    return runs
 
 
 def _concatenated(parts: Sequence[Any], axis: int) -> Any:

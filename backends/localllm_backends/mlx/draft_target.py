@@ -82,10 +82,10 @@ def _tap_layer(layer: Any, number: int, keep: Callable[[int, Any], None]) -> Non
     plain = type(layer)
 
     def tapped(self: Any, *inputs: Any, **named: Any) -> Any:
-        made = plain.__call__(self, *inputs, **named)
+        output = plain.__call__(self, *inputs, **named)
         # Some layers also return the keys and values that later layers share.
-        keep(number, made[0] if isinstance(made, tuple) else made)
-        return made
+        keep(number, output[0] if isinstance(output, tuple) else output)
+        return output
 
     named = {"__call__": tapped, "__module__": plain.__module__}
     layer.__class__ = type(plain.__name__, (plain,), named)
@@ -111,9 +111,9 @@ def read_module(folder: Path, make: Callable[[dict[str, Any]], Any]) -> Any:
 
 def check_ids(what: str, ids: Sequence[object], vocabulary: int) -> None:
     """Raise ValueError if one of `ids` is no token. MLX reads tables without checking places."""
-    for found in ids:
-        if not isinstance(found, int) or not 0 <= found < vocabulary:
-            raise ValueError(f"{what} names the token {found!r}, outside of its vocabulary")
+    for token_id in ids:
+        if not isinstance(token_id, int) or not 0 <= token_id < vocabulary:
+            raise ValueError(f"{what} names the token {token_id!r}, outside of its vocabulary")
 
 
 def _check_types(weights: Mapping[str, Any]) -> None:

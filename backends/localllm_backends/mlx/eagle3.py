@@ -36,8 +36,8 @@ class _Weights(Eagle3DraftModel):  # type: ignore[misc]
             self.embed_tokens = None
         if "lm_head.weight" not in named:
             self.lm_head = None
-        found: dict[str, Any] = super().sanitize(named)
-        return found
+        sanitized: dict[str, Any] = super().sanitize(named)
+        return sanitized
 
 
 class Eagle3Module(TrainedModule):
@@ -68,10 +68,10 @@ class Eagle3Module(TrainedModule):
             if weights.input_norm is not None:
                 hidden = weights.input_norm(hidden)
             hidden = weights.fc(hidden)
-        known = weights.embed_tokens(tokens).astype(hidden.dtype)
+        embedded = weights.embed_tokens(tokens).astype(hidden.dtype)
         mask = create_attention_mask(hidden, caches[0])
         first, *further = weights.layers
-        hidden = first(known, hidden, mask, caches[0], caches[0].offset)
+        hidden = first(embedded, hidden, mask, caches[0], caches[0].offset)
         for layer, cache in zip(further, caches[1:], strict=True):
             hidden = layer(hidden, mask, cache, cache.offset)
         return hidden
@@ -88,7 +88,7 @@ class Eagle3Module(TrainedModule):
 
 
 def eagle3_module(
-    folder: Path, raw: dict[str, Any], known: DrafterConfig, target: Target
+    folder: Path, raw: dict[str, Any], drafter: DrafterConfig, target: Target
 ) -> Eagle3Module:
     """Return the EAGLE-3 head in `folder`."""
     text = dict(eagle3_text(raw))
@@ -98,7 +98,7 @@ def eagle3_module(
             **config,
             "transformer_layer_config": text,
             "target_hidden_size": target.width,
-            "draft_vocab_size": config.get("draft_vocab_size") or known.vocabulary,
+            "draft_vocab_size": config.get("draft_vocab_size") or drafter.vocabulary,
         }
         return _Weights(Eagle3Config.from_dict(settings))
 
@@ -116,7 +116,7 @@ def eagle3_module(
             scaling_config=text.get("rope_scaling") or text.get("rope_parameters"),
             max_position_embeddings=text.get("max_position_embeddings"),
         )
-    layers = known.layers
+    layers = drafter.layers
     if not layers:
         # The usual choice if a head names no layers: inputs of an early, a middle and a late layer.
         n = len(target.layers)

@@ -94,17 +94,17 @@ class MtpModule(nn.Module):  # type: ignore[misc]
         """Select the head's weights from a checkpoint, converted by mlx-lm's rules for such a
         layer."""
         # mlx-lm's rule for norms depends on how convolutions are stored.
-        found = {name: value for name, value in weights.items() if "conv1d" in name}
+        conv_weights = {name: value for name, value in weights.items() if "conv1d" in name}
         for name, value in weights.items():
             for theirs, ours in _FAMILIES[self._family].items():
                 if theirs in name:
-                    found[ours + name.partition(theirs)[2]] = value
+                    conv_weights[ours + name.partition(theirs)[2]] = value
                     break
-        own = {}
-        for name, value in self._sanitize(found).items():
+        renamed = {}
+        for name, value in self._sanitize(conv_weights).items():
             if "conv1d" not in name:
-                own[name.removeprefix("language_model.")] = value
-        return own
+                renamed[name.removeprefix("language_model.")] = value
+        return renamed
 
     def tap(self, callback: Callable[[list[Any]], None]) -> None:
         """Pass the model's hidden rows of every call to `callback`."""
@@ -112,9 +112,9 @@ class MtpModule(nn.Module):  # type: ignore[misc]
         norm = trunk.norm
 
         def tapped(x: Any) -> Any:
-            made = norm(x)
-            callback([made])
-            return made
+            normed = norm(x)
+            callback([normed])
+            return normed
 
         trunk.norm = tapped
 
@@ -133,10 +133,10 @@ class MtpModule(nn.Module):  # type: ignore[misc]
         """Return the hidden rows after `tokens` [sequences, n], given the model's hidden rows
         before them."""
         [cache] = caches
-        known = self._language_model().model.embed_tokens(tokens)
+        embedded = self._language_model().model.embed_tokens(tokens)
         parts = [
-            self.embed_norm["input_layernorm"](known),
-            self.hidden_norm["input_layernorm"](rows.astype(known.dtype)),
+            self.embed_norm["input_layernorm"](embedded),
+            self.hidden_norm["input_layernorm"](rows.astype(embedded.dtype)),
         ]
         if self._family in _HIDDEN_FIRST:
             parts.reverse()
@@ -164,9 +164,9 @@ def read_heads(folder: Path, model: Any, config: dict[str, Any]) -> MtpModule:
     """
     kind = str(config.get("model_type", ""))
     if kind not in _FAMILIES:
-        known = ", ".join(_FAMILIES)
+        families = ", ".join(_FAMILIES)
         raise LoadError(
-            f"draft heads of {kind!r} models are not supported on MLX; supported: {known}"
+            f"draft heads of {kind!r} models are not supported on MLX; supported: {families}"
         )
     first = next(theirs for theirs, ours in _FAMILIES[kind].items() if ours == "model.layers.0.")
     stored: list[str] = []

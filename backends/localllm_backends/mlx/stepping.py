@@ -122,18 +122,18 @@ class Stepper:
         if not self._extend_ahead(result):
             self._take_ahead(parts)
         self._compute(result)
-        late = self._sample(result)
+        late_arrays = self._sample(result)
         if result.fresh:
             # Compute this separately from the early step, so that it need not wait for that one.
             # `fresh` comes first, because the first array determines the stream of the evaluation.
-            mx.async_eval(*result.fresh, *late)
-            late = []
+            mx.async_eval(*result.fresh, *late_arrays)
+            late_arrays = []
         for part in parts:
             part.seq.length += len(part.chunk.tokens)
         try:
             begun = self._look_ahead(parts)
-            if begun or late:
-                mx.async_eval(*begun, *late)
+            if begun or late_arrays:
+                mx.async_eval(*begun, *late_arrays)
             places = [part.next for part in parts]
             mx.eval([place[0].tokens for place in places if place is not None], result.fresh)
         except Exception:
@@ -169,10 +169,10 @@ class Stepper:
 
     def _call(self, parts: Sequence[ChunkOutput], result: MlxStepResult) -> None:
         """Compute the chunks of `parts`, or a single one of any kind, in one model call."""
-        given = [[*part.seq.replay, *part.chunk.tokens] for part in parts]
-        batch, order, ids = self.batch.gather([part.seq for part in parts], given)
+        new_tokens = [[*part.seq.replay, *part.chunk.tokens] for part in parts]
+        batch, order, ids = self.batch.gather([part.seq for part in parts], new_tokens)
         parts = [parts[i] for i in order]
-        tokens = [given[i] for i in order]
+        tokens = [new_tokens[i] for i in order]
         state = batch.snapshot() if self._n_rewind else []
         if len(parts) == 1:
             ids = self._read_before(ids, parts[0])
@@ -216,11 +216,11 @@ class Stepper:
         scores = SCORES_AT_ONCE if self._fused else SCORES_AT_ONCE // 4
         attended = seq.length + int(ids.shape[1])
         n_pieces = scores // attended // _PIECE
-        most = max(n_pieces * _PIECE, _PIECE, self.undivided)
-        while int(ids.shape[1]) > most:
-            self._forward(seq.batch, ids[:, :most])
+        piece_tokens = max(n_pieces * _PIECE, _PIECE, self.undivided)
+        while int(ids.shape[1]) > piece_tokens:
+            self._forward(seq.batch, ids[:, :piece_tokens])
             mx.eval(arrays_of(seq.leaves), self.hidden)
-            ids = ids[:, most:]
+            ids = ids[:, piece_tokens:]
         return ids
 
     def _sample(self, result: MlxStepResult) -> list[Any]:
@@ -230,13 +230,13 @@ class Stepper:
         `fresh`. The others are returned. They are sampled on a separate stream, which finishes
         before the next step although both start in the same call.
         """
-        late: list[Any] = []
+        late_arrays: list[Any] = []
         for group, parts in _sampled_groups(result.parts):
             stream = mx.default_stream(mx.default_device())
             begun = result.fresh
             if group.started_early:
                 stream = self._stream
-                begun = late
+                begun = late_arrays
             asked = [part.chunk.sample for part in parts if part.chunk.sample is not None]
             with mx.stream(stream):
                 rows = _gathered([(group.logits, part.stop - 1) for part in parts])
@@ -244,7 +244,7 @@ class Stepper:
             for at, part in enumerate(parts):
                 part.sampled = sampled, at
             begun.append(sampled.tokens)
-        return late
+        return late_arrays
 
     # --- the early step ---------------------------------------------------------------------------
 
@@ -256,28 +256,28 @@ class Stepper:
         another step, positions are set back and this step is discarded. It is not started if its
         batch must still be formed: the copies would delay this step's tokens.
         """
-        going = self._continuing(parts)
-        seqs = [part.seq for part in going]
+        continuing = self._continuing(parts)
+        seqs = [part.seq for part in continuing]
         if len(seqs) == 1:
             seqs[0].leave_batch()
         elif not seqs or not self.batch.contains_exactly(seqs):
             return []
         batch = seqs[0].batch
-        going.sort(key=_row_of_seq)
+        continuing.sort(key=_row_of_seq)
         following = []
-        for part in going:
+        for part in continuing:
             if part.next is not None:
                 tokens, row = part.next
                 following.append((tokens.tokens, row))
         # Any valid token if the device was unsure.
-        given = mx.maximum(_gathered(following), 0)
+        drawn = mx.maximum(_gathered(following), 0)
         state = batch.snapshot() if self._layout.recurrent else []
-        logits = self._forward(batch, given[:, None])[:, -1]
+        logits = self._forward(batch, drawn[:, None])[:, -1]
         group = LogitRows(logits, started_early=True)
         self.ahead = _Ahead([*batch.seqs], batch, state, group, self._take_hidden())
-        arrays = self._sample_ahead(self.ahead, [part.chunk.sample for part in going], given)
-        held = arrays_of(batch.leaves) if self._layout.recurrent else []
-        return [*arrays, *held]
+        arrays = self._sample_ahead(self.ahead, [part.chunk.sample for part in continuing], drawn)
+        states = arrays_of(batch.leaves) if self._layout.recurrent else []
+        return [*arrays, *states]
 
     def _continuing(self, parts: Sequence[ChunkOutput]) -> list[ChunkOutput]:
         """Return the chunks of sequences that keep decoding.
@@ -286,17 +286,17 @@ class Stepper:
         """
         if not self._starts_steps_early:
             return []
-        going = []
+        continuing = []
         for part in parts:
             if not part.chunk.outputs:
                 continue
             if part.known:
-                going.append(part)
+                continuing.append(part)
             elif len(part.chunk.tokens) == 1:
                 return []
-        if self.free() < len(going):
+        if self.free() < len(continuing):
             return []
-        return going
+        return continuing
 
     @staticmethod
     def _sample_ahead(ahead: _Ahead, asked: Sequence[SampleSpec | None], given: Any) -> list[Any]:
@@ -455,13 +455,13 @@ def _sampled_groups(
     parts: Sequence[ChunkOutput],
 ) -> Iterable[tuple[LogitRows, list[ChunkOutput]]]:
     """Return the chunks whose token must still be sampled, grouped by their logits."""
-    found: dict[int, tuple[LogitRows, list[ChunkOutput]]] = {}
+    groups: dict[int, tuple[LogitRows, list[ChunkOutput]]] = {}
     for part in parts:
         group = part.group
         if part.chunk.sample is not None and group is not None and part.sampled is None:
-            _, members = found.setdefault(id(group), (group, []))
+            _, members = groups.setdefault(id(group), (group, []))
             members.append(part)
-    return found.values()
+    return groups.values()
 
 
 def _hidden_rows(arrays: Sequence[Any], row: int, n: int) -> list[HiddenRow]:

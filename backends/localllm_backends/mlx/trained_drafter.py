@@ -34,33 +34,35 @@ def read_drafter(path: str, model: Any, config: Mapping[str, Any]) -> DraftModul
     """
     folder = check_folder(path)
     raw = read_json(folder / "config.json")
-    known = drafter_config(raw)
-    if known is None:
+    drafter = drafter_config(raw)
+    if drafter is None:
         raise _refused(folder, "its config.json describes no drafter of a kind that runs on MLX")
     if raw.get("model_file") is not None:
         raise _refused(folder, "it needs its own Python code, and localllm does not run that")
     if importlib.util.find_spec("mlx_vlm") is None:
         raise _refused(folder, "mlx-vlm is not installed: run `pip install 'localllm[vision]'`")
     target = Target(model, config)
-    reason = _unfit(known, target)
-    if not reason and known.kind == "dflash":
-        reason = _block_unfit(known)
+    reason = _why_unfit(drafter, target)
+    if not reason and drafter.kind == "dflash":
+        reason = _why_block_unfit(drafter)
     if reason:
         raise _refused(folder, reason)
     try:
-        return _made(folder, raw, known, target)
+        return _drafter_module(folder, raw, drafter, target)
     except Exception as e:
         raise _refused(folder, f"it can't be read: {str(e).strip()[:300]}") from e
 
 
-def _made(folder: Path, raw: dict[str, Any], known: DrafterConfig, target: Target) -> DraftModule:
-    if known.kind == "eagle3":
+def _drafter_module(
+    folder: Path, raw: dict[str, Any], drafter: DrafterConfig, target: Target
+) -> DraftModule:
+    if drafter.kind == "eagle3":
         from localllm_backends.mlx.eagle3 import eagle3_module
 
-        return eagle3_module(folder, raw, known, target)
+        return eagle3_module(folder, raw, drafter, target)
     from localllm_backends.mlx.dflash import dflash_module
 
-    return dflash_module(folder, known, target)
+    return dflash_module(folder, drafter, target)
 
 
 def _refused(folder: Path, why: str) -> LoadError:
@@ -70,31 +72,31 @@ def _refused(folder: Path, why: str) -> LoadError:
     )
 
 
-def _unfit(known: DrafterConfig, target: Target) -> str:
+def _why_unfit(drafter: DrafterConfig, target: Target) -> str:
     """Return why the drafter can't draft for the model; "" if it can."""
     if not target.layers or target.embeddings is None or target.output is None:
         return f"mlx-lm's {target.family!r} models don't give the outputs of their layers"
-    if known.width != target.width:
+    if drafter.width != target.width:
         return (
-            f"it was trained for a model with hidden size {known.width:,}, and "
+            f"it was trained for a model with hidden size {drafter.width:,}, and "
             f"this model has {target.width:,}"
         )
-    if known.vocabulary != target.vocabulary:
+    if drafter.vocabulary != target.vocabulary:
         return (
-            f"its vocabulary has {known.vocabulary:,} tokens, and the model's vocabulary has "
+            f"its vocabulary has {drafter.vocabulary:,} tokens, and the model's vocabulary has "
             f"{target.vocabulary:,}"
         )
     n = len(target.layers)
-    if known.layers and (min(known.layers) < 0 or max(known.layers) >= n):
-        listed = ", ".join(str(layer) for layer in known.layers)
+    if drafter.layers and (min(drafter.layers) < 0 or max(drafter.layers) >= n):
+        listed = ", ".join(str(layer) for layer in drafter.layers)
         return f"it reads the outputs of layers {listed}, and this model has {n} layers"
     return ""
 
 
-def _block_unfit(known: DrafterConfig) -> str:
+def _why_block_unfit(drafter: DrafterConfig) -> str:
     """Return why a block of tokens can't be drafted; "" if it can."""
-    if not known.layers:
+    if not drafter.layers:
         return "its config.json names no layers to read"
-    if not 2 <= known.block <= _LONGEST_BLOCK:
-        return f"its block of {known.block} tokens is not supported"
+    if not 2 <= drafter.block <= _LONGEST_BLOCK:
+        return f"its block of {drafter.block} tokens is not supported"
     return ""
