@@ -401,7 +401,7 @@ def _own_size(rows: Sequence[DeviceRow], part: ParsedName, computer: Computer) -
             message = (
                 f"{size:g} GB is assumed to be the computer's memory: no {rows[0].name} has so much"
             )
-            computer.findings.append(Finding("info", message))
+            computer.findings.append(Finding("info", message, "--memory GB"))
     if own_gb is not None and own_gb not in sold_gb and own_gb / part.count in sold_gb:
         return own_gb / part.count
     return own_gb

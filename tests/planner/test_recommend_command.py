@@ -418,3 +418,10 @@ def test_models_recommended_for_one_machine_have_speeds_for_all_compared_machine
     said = run("--compare", "M4 Max 128GB", "DGX Spark", "--for", "coding")
     rows = said[said.index("tok/s of each machine's models") :]
     assert re.search(r"Qwen3\.6 35B-A3B +\d+ +\d+\n", rows)
+
+
+def test_an_assumption_about_a_size_is_printed_with_the_option_that_replaces_it() -> None:
+    card = " ".join(run("--device", "RTX 5090 64GB", "-m", "qwen3-8b").split())
+    assert "64 GB is assumed to be the computer's memory: no GeForce RTX 5090 has so much" in card
+    mac = " ".join(run("--device", "M4", "-m", "qwen3-8b").split())
+    assert "assumed 32 GB; it is sold with 16, 24, 32 GB; else: --memory GB" in mac

@@ -20,7 +20,7 @@ from localllm_backends.declaration import Declaration
 from localllm_catalog.types import Model
 
 # Flags or commands that replace an assumed figure, or a CPU taken for this machine's.
-ASSUMED_FIXES = ("--bandwidth GBPS", "localllm device --measure", "--device NAME")
+ASSUMED_FIXES = ("--bandwidth GBPS", "localllm device --measure", "--device NAME", "--memory GB")
 # Columns of a row without the model's name. If the bar would leave less than `_MIN_NAME` columns
 # for the name, it is omitted.
 _ROW_COLUMNS = 43
