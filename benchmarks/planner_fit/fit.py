@@ -48,7 +48,7 @@ PRIORS = {
         "engine": {"eta": 0.15, "layer_s": 0.29, "expert_layer_s": 0.13, "kv": 0.40,
         "unpack": 0.25, "recurrent_layer_s": 0.20},
         "generation": {"eta": 0.15, "layer_s": 0.25, "expert_layer_s": 0.39, "kv": 0.13,
-        "size": 0.06},
+        "size": 0.06, "routed": 0.10},
         "tier": {"eta": 0.12, "layer_s": 0.06, "expert_layer_s": 0.12, "kv": 0.28},
         "part": {"eta": 0.13},
         "era": {"eta": 0.25, "layer_s": 0.20, "expert_layer_s": 0.50, "recurrent_layer_s": 0.30,

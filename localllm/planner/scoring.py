@@ -130,9 +130,10 @@ def _unsuited_for_long(model: Model, workload: Workload) -> str | None:
 # points (`score`).
 _PROMPT_DOUBLED = 3.0
 _THOUGHTS_DOUBLED = 5.0
-# Thinking longer than this times a good wait costs twice as much for each doubling. Users avoid
-# such a model.
+# Thinking longer than this times a good wait costs three times as much for each doubling. Users
+# avoid such a model: before a chat's answer it is 40 s.
 _LONG_THOUGHTS = 2.0
+_LONG_THOUGHTS_MORE = 2.0
 # The same of a wait for the prompt longer than this times a good one.
 _LONG_PROMPT = 4.0
 # Points lost for each doubling of the wait for a whole prompt beyond `ttft_patient_s`.
@@ -176,7 +177,8 @@ def points_lost(plan: Plan, need: Need) -> float:
 def thinking_lost(model: Model, tok_s: float, need: Need) -> float:
     """Return the points lost by waiting for the thinking at `tok_s`, compared with a good wait."""
     share = thinking_tokens(model, need) / tok_s / need.thinking_good_s
-    doubled = math.log2(max(1.0, share)) + math.log2(max(1.0, share / _LONG_THOUGHTS))
+    doubled = math.log2(max(1.0, share))
+    doubled += _LONG_THOUGHTS_MORE * math.log2(max(1.0, share / _LONG_THOUGHTS))
     return _THOUGHTS_DOUBLED * doubled
 
 
@@ -276,6 +278,12 @@ def context_can_grow(plan: Plan, need: Need) -> bool:
 def too_long(plan: Plan, need: Need) -> bool:
     """Return whether the first token after an uncached prompt comes too late for the purpose."""
     return plan.ttft_s.value > need.ttft_longest_s
+
+
+def too_slow(plan: Plan, need: Need) -> bool:
+    """Return whether the plan's speed, or its wait for the first token, is unacceptable for the
+    purpose."""
+    return plan.stream_tok_s < need.least_tok_s or too_long(plan, need)
 
 
 def sentence(plan: Plan, need: Need) -> str | None:

@@ -161,6 +161,18 @@ def test_a_long_wait_costs_twice_as_much_for_each_doubling() -> None:
     assert first("Ryzen AI 9 HX 370 32GB", "coding").model.id == "gpt-oss-20b"
 
 
+def test_thinking_beyond_twice_a_good_wait_costs_three_times_as_much_for_each_doubling() -> None:
+    need = scoring.NEEDS["chat"]
+    model = CATALOG.by_id["qwen3.8-27b"]
+
+    def lost(wait_s: float) -> float:
+        return scoring.thinking_lost(model, need.thinking_tokens / wait_s, need)
+
+    assert lost(20) == 0
+    usual = lost(40)
+    assert lost(80) - lost(40) == pytest.approx(3 * usual)
+
+
 def test_a_first_pick_for_agents_does_not_prefill_for_minutes_per_session() -> None:
     """One of three mixtures with 3 billion active weights takes 216 s to read 16k tokens."""
     found = answer("Core Ultra 9 285H 64GB", "coding")
