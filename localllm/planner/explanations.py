@@ -94,7 +94,7 @@ def variant_verdict(plan: Plan, device: Device, need: Need) -> str:
     """Return the verdict on one variant, for `recommend -m MODEL`."""
     if plan.fits == "no":
         return does_not_fit_text(plan, device)
-    if plan.stream_tok_s < need.least_tok_s or scoring.too_long(plan, need):
+    if scoring.too_slow(plan, need):
         return too_slow_text(plan, need)
     speed_and_context = f"{rate(plan.stream_tok_s)} tok/s; up to {plan.max_ctx // 1024}k context"
     if plan.fits == "split":

@@ -123,19 +123,22 @@ def plan_for(
     plan = _Run.of(device, model, variant, workload, overrides).rough_plan()
     if drafts is not None:
         drafted = _Run.of(device, model, variant, workload, drafts).rough_plan()
-        if _drafting_pays(drafted, plan):
+        if _drafting_pays(drafted, plan, scoring.need_of(workload)):
             plan = drafted
     if rough:
         return plan
     return finished(device, plan, workload, overrides)
 
 
-def _drafting_pays(drafted: Plan, plain: Plan) -> bool:
-    """Return whether a drafter that the user did not ask for is expected to pay without any loss.
-    The engine tries it on the first answers."""
+def _drafting_pays(drafted: Plan, plain: Plan, need: Need) -> bool:
+    """Return whether a drafter that the user did not ask for is expected to pay without any loss,
+    or makes the file fast enough for the purpose. The engine tries it on the first answers."""
     hoped = drafted.drafting is not None and drafted.drafting.high > _MIN_DRAFT_GAIN
-    same = drafted.fits == plain.fits != "split"
-    return hoped and same and drafted.score >= plain.score
+    if not hoped or drafted.fits != plain.fits or plain.fits == "split":
+        return False
+    if scoring.too_slow(plain, need) != scoring.too_slow(drafted, need):
+        return scoring.too_slow(plain, need)
+    return drafted.score >= plain.score
 
 
 def finished(

@@ -66,12 +66,6 @@ def backends_of(device: Device) -> tuple[str, ...]:
     return tuple(d.name for d in registry.declarations() if d.runs_on(device.accelerator))
 
 
-def too_slow(plan: Plan, need: Need) -> bool:
-    """Return whether the plan's speed, or its wait for the first token, is unacceptable for the
-    purpose."""
-    return plan.stream_tok_s < need.least_tok_s or scoring.too_long(plan, need)
-
-
 def _candidates(device: Device, model: Model, overrides: Overrides) -> list[Variant]:
     engines = set(backends_of(device))
     if overrides.backends:
@@ -168,11 +162,8 @@ def _rank(plan: Plan) -> tuple[bool, float]:
 
 def _is_reliable(plan: Plan) -> bool:
     """Return whether the model has a rating, and its files are listed and lose little to their
-    format. A model with negative points is never sure, and neither is a tight plan with negative
-    points."""
-    if plan.quality < 0 or not plan.is_rated or plan.variant.is_estimate:
-        return False
-    if plan.fits == "tight" and plan.score < 0:
+    format. A plan without points left is never sure."""
+    if min(plan.quality, plan.score) < 0 or not plan.is_rated or plan.variant.is_estimate:
         return False
     return _is_sound(plan.model, plan.variant)
 
@@ -180,9 +171,12 @@ def _is_reliable(plan: Plan) -> bool:
 def _reliable_first(ranked: list[Plan]) -> list[Plan]:
     """Return `ranked` with the first sure plan moved to the front.
 
-    A sure plan rated by others than its maker is preferred. If no plan is sure, the order stays.
+    A sure plan rated by others than its maker is preferred. If no plan is sure, a listed file with
+    points left is. If there is none, the order stays.
     """
     reliable = [plan for plan in ranked if _is_reliable(plan)]
+    if not reliable:
+        reliable = [plan for plan in ranked if plan.score >= 0 and not plan.variant.is_estimate]
     if not reliable:
         return ranked
     first = next((plan for plan in reliable if not plan.makers_own), reliable[0])
@@ -348,7 +342,7 @@ def _best_of(
     fitting: list[Plan] = []
     for group in _by_class(model, _small_enough(device, model, variants)):
         plans = [plan for plan in map(rough, group) if plan.fits != "no"]
-        fast = [plan for plan in plans if not too_slow(plan, need)]
+        fast = [plan for plan in plans if not scoring.too_slow(plan, need)]
         if fast:
             best, chosen = _best_file(fast, need)
             return chosen._replace(score=best.score)

@@ -119,6 +119,17 @@ def test_a_card_runs_what_fits_it_if_a_split_model_is_a_little_better(
     assert split.quality > found[0].quality
 
 
+def test_a_listed_file_comes_first_if_no_rated_model_has_points_left() -> None:
+    """Gemma 4 E4B takes 30 s for each step of an agent on an M1. Of the unrated models, one with
+    more points has no listed file."""
+    plans = answer("M1 (8-core GPU)", "coding").plans
+    first_plan = plans[0]
+    assert any(plan.is_rated for plan in plans)
+    assert not any(plan.is_rated and plan.score >= 0 for plan in plans)
+    assert not first_plan.variant.is_estimate
+    assert any(plan.variant.is_estimate and plan.score > first_plan.score for plan in plans)
+
+
 def test_the_larger_model_of_a_family_is_first_if_it_is_fast_enough() -> None:
     """The ratings of Qwen3.5-9B and 4B differ by less than a point. On an M4 the 9B still decodes
     at reading speed."""
