@@ -135,9 +135,9 @@ def recommend(
         elif outcome is not None:
             rejected.append(outcome)
     best = selection.at_least_older_scores(best)
-    best = selection.at_least_smaller_siblings(best, need.good_tok_s)
-    newest = attrgetter("model.release_date", "model.params_active", "model.id")
-    best.sort(key=newest, reverse=True)
+    best = selection.at_least_smaller_siblings(best, need)
+    largest = attrgetter("model.params_active", "model.release_date", "model.id")
+    best.sort(key=largest, reverse=True)
     best.sort(key=_rank)
     late = None if completes_all else complete
     shown, left = selection.choose(_reliable_first(best), limit, late)
@@ -172,7 +172,7 @@ def _reliable_first(ranked: list[Plan]) -> list[Plan]:
     """Return `ranked` with the first sure plan moved to the front.
 
     A sure plan rated by others than its maker is preferred. If no plan is sure, a listed file with
-    points left is. If there is none, the order stays.
+    points left comes first.
     """
     reliable = [plan for plan in ranked if _is_reliable(plan)]
     if not reliable:

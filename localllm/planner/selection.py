@@ -14,6 +14,7 @@ from functools import lru_cache
 from localllm.device.types import Device
 from localllm.planner import decode_cost
 from localllm.planner.explanations import all_memory
+from localllm.planner.scoring import Need
 from localllm.planner.types import Plan, backend_of
 from localllm_catalog.types import Model, Variant
 
@@ -105,16 +106,21 @@ def at_least_older_scores(plans: Sequence[Plan]) -> list[Plan]:
     return raised
 
 
-# Points that a larger model of a family may lack against a smaller one and still count as much.
+# Points that a larger model of a family may lack against a smaller one and still count as much, and
+# the same if its wait for a prompt is good.
 _SIBLING_POINTS = 2.0
+_SIBLING_POINTS_SOON = 4.5
+# Share of the good speed that it must keep. Guides run a 9B on an M2 with 16 GB, at 17 tokens/s,
+# and llama.vim's presets a 7B on a Radeon 890M, at 22.
+_NEARLY_GOOD_SHARE = 0.85
 
 
-def at_least_smaller_siblings(plans: Sequence[Plan], good_tok_s: float) -> list[Plan]:
+def at_least_smaller_siblings(plans: Sequence[Plan], need: Need) -> list[Plan]:
     """Return `plans`, each with at least the score of the smaller models of its family that are a
     little above it only because they are faster.
 
-    The plan must keep the good speed of the purpose and fit with room. Then a larger model of the
-    same training is what users run.
+    The plan must nearly keep the good speed of the purpose and fit with room. Then a larger model
+    of the same training is what users run.
     """
     families: dict[str, list[Plan]] = defaultdict(list)
     for plan in plans:
@@ -122,8 +128,10 @@ def at_least_smaller_siblings(plans: Sequence[Plan], good_tok_s: float) -> list[
     raised = []
     for plan in plans:
         family = families[plan.model.family]
-        smaller = [p.score for p in family if _outgrows(plan, p, good_tok_s)]
-        near_scores = [score for score in smaller if score <= plan.score + _SIBLING_POINTS]
+        smaller = [p.score for p in family if _outgrows(plan, p, need)]
+        is_soon = plan.later_ttft_s <= need.ttft_good_s
+        most = plan.score + (_SIBLING_POINTS_SOON if is_soon else _SIBLING_POINTS)
+        near_scores = [score for score in smaller if score <= most]
         raised.append(_with_score(plan, max([plan.score, *near_scores])))
     return raised
 
@@ -132,14 +140,14 @@ def _with_score(plan: Plan, score: float) -> Plan:
     return plan if score == plan.score else plan._replace(score=score)
 
 
-def _outgrows(large: Plan, small: Plan, good_tok_s: float) -> bool:
+def _outgrows(large: Plan, small: Plan, need: Need) -> bool:
     """Return whether `large` is a larger and better model than `small` of its family, and fast
     enough."""
     return (
         large.model.params_active > small.model.params_active
         and large.quality > small.quality
         and large.fits == "yes"
-        and large.stream_tok_s >= good_tok_s
+        and large.stream_tok_s >= _NEARLY_GOOD_SHARE * need.good_tok_s
         and _weaknesses(large) <= _weaknesses(small)
     )
 

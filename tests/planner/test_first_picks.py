@@ -130,13 +130,16 @@ def test_a_listed_file_comes_first_if_no_rated_model_has_points_left() -> None:
     assert any(plan.variant.is_estimate and plan.score > first_plan.score for plan in plans)
 
 
-def test_the_larger_model_of_a_family_is_first_if_it_is_fast_enough() -> None:
-    """The ratings of Qwen3.5-9B and 4B differ by less than a point. On an M4 the 9B still decodes
-    at reading speed."""
-    pick = first("M4 16GB", "chat")
+@pytest.mark.parametrize("machine", ["M4 16GB", "M2 16GB"])
+def test_the_larger_model_of_a_family_is_first_if_it_is_fast_enough(machine: str) -> None:
+    """The ratings of Qwen3.5-9B and 4B differ by less than a point. Guides run the 9B on Macs of
+    16 GB. On an M1 it has 11 tok/s."""
+    need = scoring.NEEDS["chat"]
+    pick = first(machine, "chat")
     assert pick.model.id == "qwen3.5-9b"
-    assert pick.stream_tok_s >= scoring.NEEDS["chat"].good_tok_s
-    assert first("M1 8GB", "chat").model.id != "qwen3.5-9b"
+    assert pick.stream_tok_s >= 0.85 * need.good_tok_s
+    assert pick.later_ttft_s <= need.ttft_good_s
+    assert first("M1 (8-core GPU)", "chat").model.id != "qwen3.5-9b"
 
 
 @pytest.mark.parametrize("machine", ["RTX 5090 + 64GB RAM", "RTX 3090 + 64GB RAM"])
@@ -195,7 +198,9 @@ def test_a_first_pick_for_agents_does_not_prefill_for_minutes_per_session() -> N
     assert scoring.score(later, need) < scoring.score(slow, need) < scoring.score(sooner, need)
 
 
-@pytest.mark.parametrize("machine", ["M3 Pro 36GB", "DGX Spark", "Strix Halo 96GB"])
+@pytest.mark.parametrize(
+    "machine", ["M3 Pro 36GB", "DGX Spark", "Strix Halo 96GB", "Ryzen AI 9 HX 370 64GB"]
+)
 def test_a_7b_is_picked_for_completions_if_it_fits(machine: str) -> None:
     """llama.vim's presets run a Qwen2.5-Coder-7B above 16 GB."""
     pick = first(machine, "autocomplete")
