@@ -116,45 +116,45 @@ def private_dir(path: Path) -> Path:
     return path
 
 
+_PRIVATE_MODE = 0o600
+# The process's umask removes permissions from it, as for every new file.
+_SHARED_MODE = 0o666
+
+
 def write_private(path: Path, text: str) -> None:
     """Atomically replace the file `path` with `text`. Others can't read the file at any time.
 
     If `path` is a link, its target is replaced. Raises OSError, always with the file's name.
     """
+    _replace_file(path.resolve(), text, _PRIVATE_MODE)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Atomically replace a text file that others may read. A device or a pipe is written to.
+
+    If `path` is a link, its target is replaced. Raises OSError, always with the file's name.
+    """
     path = path.resolve()
+    if not path.exists() or path.is_file():
+        _replace_file(path, text, _SHARED_MODE)
+        return
+    with _named_errors(path):
+        path.write_text(text, encoding="utf-8")
+
+
+def _replace_file(path: Path, text: str, mode: int) -> None:
+    """Write `text` to a new file with these permissions, then move it to `path`."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.new")
     partial.unlink(missing_ok=True)
     try:
-        with (
-            _named_errors(path),
-            os.fdopen(
-                os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8"
-            ) as f,
-        ):
-            f.write(text)
+        with _named_errors(path):
+            descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
         os.replace(partial, path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file that others may read. If that fails, an earlier file remains.
-
-    Raises OSError, always with the file's name.
-    """
-    path = path.resolve()
-    with _named_errors(path):
-        if path.exists() and not path.is_file():  # a device or a pipe
-            path.write_text(text, encoding="utf-8")
-            return
-        partial = path.with_name(f"{path.name}.{os.getpid()}.new")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
 
 
 @contextmanager
