@@ -157,7 +157,7 @@ class Server:
         self.sounds = SoundReader()
         self.keep_alive = KeepAlive()
         self.awake = SleepInhibitor.for_this_machine(wanted=settings.keeps_awake)
-        self.kept = KeptStreams(settings.kept_stream_s)
+        self.kept_streams = KeptStreams(settings.kept_stream_s)
         self.requests = 0
         self.active = 0
         # Set while no request runs.
@@ -172,19 +172,19 @@ class Server:
         model: ServedModel,
         translated: TranslatedRequest,
         dialect: Dialect,
-        kept: tuple[str, bytes] | None = None,
+        stream_key: tuple[str, bytes] | None = None,
     ) -> Response:
         """Return a streaming response. Loading, templating and queueing happen inside it, after the
         headers.
 
-        `kept`: a key and a digest of the request. The stream is kept under the key when its client
+        `stream_key`: a key and a digest of the request. The stream is kept under the key when its client
         disconnects. The digest detects a different request under the same key."""
         progress = PrefillProgress()
         headers = answer_headers(translated.ignored)
         keepalive = dialect.keepalive
         # Events of a kept stream are numbered when they are written. Its keep-alives must be
         # comments, because an additional event would have no number.
-        if translated.keepalive and kept is None:
+        if translated.keepalive and stream_key is None:
             keepalive = translated.keepalive
 
         def progress_frame() -> bytes:
@@ -208,10 +208,10 @@ class Server:
                 headers=headers,
             )
 
-        if kept is None:
+        if stream_key is None:
             return response(produce)
-        key, digest = kept
-        stream = self.kept.make((key, translated.stream_id), digest, produce)
+        key, digest = stream_key
+        stream = self.kept_streams.make((key, translated.stream_id), digest, produce)
 
         def response_after(after: int) -> StreamResponse:
             return response(partial(stream.follow, after=after))

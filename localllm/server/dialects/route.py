@@ -158,7 +158,7 @@ async def _answer(server: Server, route: Route[Any], request: Request) -> Respon
     if dialect.media_type.startswith("text/event-stream"):
         key = await process_body(partial(_key, request, body))
     if key is not None:
-        stream = server.kept.find(key[0])
+        stream = server.kept_streams.find(key[0])
         if stream is not None:
             return _resumed(stream, key[1], request)
         if _last_event(request) >= 0:

@@ -60,12 +60,12 @@ Render = Callable[[Messages], Awaitable[Prompt]]
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
     """Counts the tokens of a conversation's texts in the engine's vocabulary. `files`: its images
-    in base64, by mark. `kept`: earlier counts, because a conversation comes back with every turn.
+    in base64, by mark. `kept_counts`: earlier counts, because a conversation comes back with every turn.
     """
 
     engine: EngineClient
     files: Mapping[str, str]
-    kept: KeptCounts
+    kept_counts: KeptCounts
 
     async def of(self, text: str) -> int:
         """The number of tokens of a part of a message."""
@@ -74,9 +74,9 @@ class TokenCounts:
         key = hashlib.sha256(
             f"{self.engine.info.fingerprint}\0{text}".encode(errors="surrogatepass")
         ).digest()
-        count = self.kept.get(key)
+        count = self.kept_counts.get(key)
         if count is None:
-            count = self.kept.put(key, await count_tokens(self.engine, text, self.files))
+            count = self.kept_counts.put(key, await count_tokens(self.engine, text, self.files))
         return count
 
     async def of_prompt(self, text: str) -> int:

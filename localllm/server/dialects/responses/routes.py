@@ -94,7 +94,7 @@ def _mount_stored(paths: Paths, server: Server, stores: PerCaller[items.Response
         asked = request.query_params
         if asked.get("stream", "false").lower() in ("false", "0"):
             return stores.current().get(response_id).body
-        stream = server.kept.find(response_id)
+        stream = server.kept_streams.find(response_id)
         if stream is None:
             raise StreamGoneError(
                 f"this server does not store the stream of {response_id[:80]!r}",
