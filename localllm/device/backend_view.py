@@ -19,12 +19,12 @@ from pathlib import Path
 from localllm import json_store, paths
 from localllm.device import cards, ggml, parts_table, usable
 from localllm.device.accelerators import HIDING_VARIABLES, compiled_in
-from localllm.device.probes import library_folder, programs
+from localllm.device.probes import LIBRARY_VARIABLE, library_folder, programs
 from localllm.device.types import Device, Finding, Memory, Readings
 
 _MAX_AGE_S = 24 * 3600.0
 # Environment variables that change the devices a build sees.
-_VARIABLES = (*HIDING_VARIABLES, "LLAMA_CPP_LIB_PATH")
+_VARIABLES = (*HIDING_VARIABLES, LIBRARY_VARIABLE)
 _GPU_OUTPUTS = {"nvml", "nvidia-smi", "vulkaninfo", "display-class"}
 _GPU_FILES = ("/sys/class/drm/", "/sys/class/kfd/", "/sys/bus/pci/", "/proc/device-tree/")
 

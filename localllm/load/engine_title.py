@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from localllm.device.library_facts import version_in
+from localllm.device.probes import folder_in_environment
 from localllm_backends.declaration import Declaration
 from localllm_backends.installed_packages import version
 
@@ -15,9 +13,9 @@ def engine_title(engine: Declaration) -> str:
 
     It has no path, because it is also published.
     """
-    folder = os.environ.get(engine.library_variable) if engine.library_variable else None
-    if folder:
-        return f"{engine.label} {version_in(Path(folder).expanduser()) or 'of an unknown version'}"
+    folder = folder_in_environment(engine.library_variable)
+    if folder is not None:
+        return f"{engine.label} {version_in(folder) or 'of an unknown version'}"
     installed = version(engine.packages[0]) if engine.packages else None
     if installed is None:
         return engine.label

@@ -24,6 +24,7 @@ from itertools import chain
 from pathlib import Path
 
 from localllm import json_store, paths
+from localllm.device.probes import LIBRARY_VARIABLE as LIBRARY_VARIABLE
 from localllm.device.probes import read_text
 from localllm.errors import LocalLLMError, NotFoundError, UsageError
 
@@ -49,8 +50,6 @@ _CHOICE = "in-use"
 _PREVIOUS_CHOICE = "used-before"
 # File in a build's folder that counts failed loads.
 _FAILED_LOADS = "failed-loads"
-# The folder of llama.cpp's libraries that replaces the one in the package llama_cpp.
-LIBRARY_VARIABLE = "LLAMA_CPP_LIB_PATH"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}")
 
 

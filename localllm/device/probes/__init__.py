@@ -10,6 +10,10 @@ import os
 import subprocess
 from pathlib import Path
 
+# The environment variable with the folder of llama.cpp's libraries that replaces the one in the
+# package llama_cpp.
+LIBRARY_VARIABLE = "LLAMA_CPP_LIB_PATH"
+
 
 def run(*command: str, timeout_s: float = 5.0) -> str:
     """Return stdout of `command`, or "" if it is missing, hangs or cannot start.
@@ -47,8 +51,15 @@ def llama_cpp_folder() -> Path | None:
 
 def library_folder() -> Path | None:
     """Return the folder of the llama.cpp that a worker would run, or None without one."""
-    override = os.environ.get("LLAMA_CPP_LIB_PATH")
     installed = llama_cpp_folder()
-    if override and installed:
-        return Path(override).expanduser()
-    return installed
+    if installed is None:
+        return None
+    return folder_in_environment(LIBRARY_VARIABLE) or installed
+
+
+def folder_in_environment(variable: str) -> Path | None:
+    """Return the folder that this environment variable names, or None if it is not set."""
+    folder = os.environ.get(variable)
+    if not folder:
+        return None
+    return Path(folder).expanduser()
