@@ -46,7 +46,10 @@ def _loss_check(verdict: model_quality.QualityVerdict) -> HealthCheck:
         )
         fix = "localllm quality MODEL --against OTHER"
         return HealthCheck("loss", "not checked", text, fix)
-    text = f"KL divergence {model_quality.estimate_text(comparison.kl, 4)} nats from {reference.path.name}"
+    text = (
+        f"KL divergence {model_quality.estimate_text(comparison.kl, 4)} nats from "
+        f"{reference.path.name}"
+    )
     ratio = loss_ratio(comparison, verdict.request.model, reference)
     if ratio is not None:
         text += f", {ratio:.1f} times what {verdict.request.model.quant} loses elsewhere"

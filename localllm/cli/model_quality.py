@@ -204,7 +204,8 @@ def lines(measure_and_judge: QualityVerdict) -> list[str]:
     request = measure_and_judge.request
     figures = measure_and_judge.found
     text_lines = [
-        f"{_name_and_quant(request.model)}: {figures.n_tokens:,} tokens in {len(figures.blocks)} blocks"
+        f"{_name_and_quant(request.model)}: {figures.n_tokens:,} tokens in "
+        f"{len(figures.blocks)} blocks"
     ]
     if figures.blocks:
         text_lines.append(f"perplexity      {estimate_text(figures.perplexity, 2)}")
@@ -213,7 +214,8 @@ def lines(measure_and_judge: QualityVerdict) -> list[str]:
         if request.kv_type:
             against += ", KV in f16"
         text_lines += [
-            f"against         {against}: perplexity {estimate_text(figures.reference_perplexity, 2)}",
+            f"against         {against}: perplexity "
+            f"{estimate_text(figures.reference_perplexity, 2)}",
             f"ln of ratio     {estimate_text(figures.ln_ratio, 4)}",
             f"KL divergence   {estimate_text(figures.kl, 4)} nats a token",
             f"same top token  {_percent_text(figures.same_top)}",

@@ -141,7 +141,8 @@ def _role(message: Mapping[str, Any], where: str) -> str:
         if role in ROLES:
             return role
     raise RequestError(
-        f"{where}.role is {_short_repr(sent_role)}; known roles are system, developer, user, assistant, tool",
+        f"{where}.role is {_short_repr(sent_role)}; known roles are system, "
+        "developer, user, assistant, tool",
         param=f"{where}.role",
     )
 

@@ -69,7 +69,8 @@ def _with_card_headroom(device: Device, headroom_gb: float) -> Device:
     total_memory = device.memory
     if keep_bytes >= total_memory.limit_bytes:
         raise UsageError(
-            f"--vram-headroom {headroom_gb:g} leaves no memory of {total_memory.limit_bytes / 1e9:.1f} GB"
+            f"--vram-headroom {headroom_gb:g} leaves no memory of "
+            f"{total_memory.limit_bytes / 1e9:.1f} GB"
         )
 
     def kept(memory: Memory) -> Memory:

@@ -56,7 +56,8 @@ class StatedRam(NamedTuple):
             f"{_CHANNELS_TEXT.get(n_channels, f'{n_channels} channels')} of {kind.upper()}-{rate}"
         )
         for other_kind in other_kinds:
-            basis_text += f"; {_gbps(int(other_kind.rpartition('-')[2]), n_channels):g} GB/s if it is {other_kind}"
+            other_gbps = _gbps(int(other_kind.rpartition("-")[2]), n_channels)
+            basis_text += f"; {other_gbps:g} GB/s if it is {other_kind}"
         is_certain = known and not other_kinds and usual_kind in kinds
         basis: Basis
         if self.rate:

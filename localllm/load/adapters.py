@@ -172,7 +172,8 @@ def _fault_of_matrices(
         return ""
     return (
         f"{name} is {_shape_text(weight_shape)} in this model, and the two matrices for it are "
-        f"{_shape_text(first)} and {_shape_text(second)}: it is another model's, or its ranks differ"
+        f"{_shape_text(first)} and {_shape_text(second)}: it is another model's, or "
+        "its ranks differ"
     )
 
 

@@ -282,7 +282,8 @@ class _MemoryFit:
         limit_bytes = plan.memory.limit_bytes
         raise DoesNotFitError(
             f"{self._local.name} needs {planned_bytes / 1e9:.1f} GB with a context of "
-            f"{plan.settings.n_ctx:,} tokens, but this machine has {limit_bytes / 1e9:.1f} GB usable "
+            f"{plan.settings.n_ctx:,} tokens, but this machine has "
+            f"{limit_bytes / 1e9:.1f} GB usable "
             f"({'; '.join(self.device.accounts)})"
         )
 

@@ -128,7 +128,8 @@ class ClusterPlan:
         waiting_share = (sum(self.transfer_s) / 2 + self.rpc_s) * self.decode_tok_s.value
         workers = " and ".join(share.device.name for share in used_shares[1:])
         return (
-            f"it fits on none of them alone. RPC and the network take about {waiting_share:.0%} of a "
+            "it fits on none of them alone. RPC and the network take about "
+            f"{waiting_share:.0%} of a "
             "token's time. "
             f"`localllm worker` on {workers}, "
             f"`serve --with HOST:PORT --split {split}` on {used_shares[0].device.name}"
@@ -423,7 +424,8 @@ def tensor_parallel_decode(
     low = shared(slowest_alone.low, worst_s)
     high = min(shared(slowest_alone.high, best_s), max_tok_s)
     basis = (
-        f"one {slowest.name} ({slowest_alone.basis}), with the time to read its bytes divided by {n_machines}; "
+        f"one {slowest.name} ({slowest_alone.basis}), with the time to read its "
+        f"bytes divided by {n_machines}; "
         f"{link.source}"
     )
     return Range(value, min(low, value), max(high, value), basis)

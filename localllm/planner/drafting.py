@@ -250,7 +250,10 @@ def edit_sentence(device: Device, plan: Plan) -> str | None:
     if gain is None:
         return None
     accepted = f"{EDIT_ACCEPTANCE:.0%} accepted, assumed"
-    return f"{how_to_enable}edits up to {gain:.1f}×: drafts are copied from the given text ({accepted})"
+    return (
+        f"{how_to_enable}edits up to {gain:.1f}×: drafts are copied from the "
+        f"given text ({accepted})"
+    )
 
 
 def heads_sentence(device: Device, plan: Plan) -> str | None:
@@ -267,7 +270,8 @@ def heads_sentence(device: Device, plan: Plan) -> str | None:
         how_to_enable = "with --draft mtp (its MTP heads, from files that contain them)"
     rate = gain.value * plan.decode_tok_s.value
     return (
-        f"{how_to_enable}: {rate:.3g} tok/s for one stream, {gain.low:.1f} to {gain.high:.1f}× as fast "
+        f"{how_to_enable}: {rate:.3g} tok/s for one stream, {gain.low:.1f} to "
+        f"{gain.high:.1f}× as fast "
         f"({gain.basis})"
     )
 

@@ -242,7 +242,8 @@ def _token_lines(
     dense_text = f"{read.dense_bytes / 1e9:.3f} GB at {eta:.0%} of the bandwidth"
     lines = [
         "decode, one token",
-        f"  reads        {read.total_bytes / 1e9:>10.3f} GB   weights; memory delivers {memory_text}",
+        f"  reads        {read.total_bytes / 1e9:>10.3f} GB   weights; memory "
+        f"delivers {memory_text}",
         f"  bound        {bound_tok_s:>10.1f} tok/s   bandwidth ÷ bytes",
         _time_row("always", _ms(seconds["weights"]), dense_text),
     ]

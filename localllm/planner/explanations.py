@@ -38,7 +38,8 @@ def disk_note(plan: Plan, tok_s: float) -> str | None:
     )
     hard_disk_tok_s = 1 / (1 / tok_s + read_s)
     return (
-        f"{gb(disk_bytes)} of tables stay on the disk, {plan.model.lookup_rows} rows a token, which "
+        f"{gb(disk_bytes)} of tables stay on the disk, {plan.model.lookup_rows} rows "
+        "a token, which "
         f"needs an SSD; a hard disk would give about {rate(hard_disk_tok_s)} tok/s"
     )
 

@@ -119,7 +119,10 @@ def why_not(variant: Variant, there: Device, here: Device) -> str:
     backend = backend_of(variant)
     unsupported = [d.name for d in (there, here) if not backend.runs_on(d.accelerator)]
     if unsupported:
-        return f"{backend.name} does not run on {unsupported[0]}, and KV goes only between equal engines"
+        return (
+            f"{backend.name} does not run on {unsupported[0]}, and KV goes only "
+            "between equal engines"
+        )
     return ""
 
 

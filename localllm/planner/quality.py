@@ -305,6 +305,9 @@ def why(kv_type: str, purpose: Purpose, evidence: Sequence[KvPrecision]) -> str:
     for measured in evidence:
         if measured.kv_type == kv_type:
             verdict = "harmless" if passes(measured, purpose) else "harmful"
-            distance_text = f"{measured.mean_kl:.4f} nats from f16, {measured.flips:.1%} of the top tokens changed"
+            distance_text = (
+                f"{measured.mean_kl:.4f} nats from f16, "
+                f"{measured.flips:.1%} of the top tokens changed"
+            )
             return f"{distance_text} here: {verdict} for {purpose}"
     return "not measured on this model yet"

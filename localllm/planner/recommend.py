@@ -194,7 +194,10 @@ def _not_shown(
             device, plan.model, usual, workload, overrides=overrides, rough=True
         )
         if typical_plan.fits == "no":
-            reason = f"{explanations.does_not_fit_text(typical_plan, device)}; {plan.variant.quant} would fit"
+            reason = (
+                f"{explanations.does_not_fit_text(typical_plan, device)}; "
+                f"{plan.variant.quant} would fit"
+            )
             return Rejected(plan.model, usual, reason, "memory")
     return Rejected(plan.model, plan.variant, reason, "ranking")
 

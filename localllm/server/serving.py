@@ -177,8 +177,8 @@ class Server:
         """Return a streaming response. Loading, templating and queueing happen inside it, after the
         headers.
 
-        `stream_key`: a key and a digest of the request. The stream is kept under the key when its client
-        disconnects. The digest detects a different request under the same key."""
+        `stream_key`: a key and a digest of the request. The stream is kept under the key when its
+        client disconnects. The digest detects a different request under the same key."""
         progress = PrefillProgress()
         headers = answer_headers(translated.ignored)
         keepalive = dialect.keepalive

@@ -294,7 +294,8 @@ def _compiled_recipe(
     return BuildRecipe(
         name=f"cuda-{'-'.join(sm_numbers)}",
         backend="cuda",
-        title=f"llama.cpp for CUDA, native code of sm_{' and sm_'.join(sm_numbers)}, {compiler_text}",
+        title=f"llama.cpp for CUDA, native code of sm_{' and sm_'.join(sm_numbers)}, "
+        f"{compiler_text}",
         because=because,
         steps=(*first_steps, from_source(host, flags)),
         needs=(*compiler(host), *needs),

@@ -67,14 +67,11 @@ def make(
     folder = builds.folder_of(recipe.name)
     with _one_at_a_time(), _moved_away(folder) as old:
         folder.mkdir(parents=True)
-        title = recipe.title
-        version = host.version
+        release = None
         for number, step in enumerate(recipe.steps, 1):
             report(f"{number} of {len(recipe.steps)}: {step.text}")
             if step.release:
                 release = _fetched_release(step, recipe.backend, folder, fetch)
-                title = f"llama.cpp {release.title} for {KINDS[recipe.backend].label}"
-                version = release.tag
             else:
                 _run_step(step, folder, log, report, run or _run)
         report("the test: its devices, and ten tokens compared with the CPU's")
@@ -92,8 +89,11 @@ def make(
                 f"the build {recipe.name} was removed again: {verdict.failure}",
                 hint=f"the previous build stays in use; the complete output is in {log}",
             )
-        compared_environment = _environment_to_compare(recipe, old, version, host, own_environment)
-        is_other_release = version != installed_version()
+        build = _described_build(recipe, host, release, verdict)
+        compared_environment = _environment_to_compare(
+            recipe, old, build.version, host, own_environment
+        )
+        is_other_release = build.version != installed_version()
         slowdown = ""
         if compared_environment is not None:
             slowdown = _slowdown(
@@ -101,20 +101,34 @@ def make(
             )
         if slowdown and (accept_slower is None or not accept_slower(slowdown)):
             raise SlowerBuildError(f"{recipe.name} works, but {slowdown}")
-        build = builds.Build(
-            name=recipe.name,
-            backend=recipe.backend,
-            title=title,
-            version=version,
-            made=datetime.date.today().isoformat(),
-            devices=verdict.devices,
-            trial=verdict.summary,
-            library_dirs=recipe.library_dirs,
-            libraries=recipe.libraries,
-            drivers=builds.drivers_now(),
-        )
         builds.finish(build)
         return build
+
+
+def _described_build(
+    recipe: BuildRecipe,
+    host: BuildHost,
+    release: Release | None,
+    verdict: build_check.TrialVerdict,
+) -> builds.Build:
+    """Return the description of a tested build. `release`: the release of llama.cpp in it."""
+    title = recipe.title
+    version = host.version
+    if release is not None:
+        title = f"llama.cpp {release.title} for {KINDS[recipe.backend].label}"
+        version = release.tag
+    return builds.Build(
+        name=recipe.name,
+        backend=recipe.backend,
+        title=title,
+        version=version,
+        made=datetime.date.today().isoformat(),
+        devices=verdict.devices,
+        trial=verdict.summary,
+        library_dirs=recipe.library_dirs,
+        libraries=recipe.libraries,
+        drivers=builds.drivers_now(),
+    )
 
 
 class SlowerBuildError(

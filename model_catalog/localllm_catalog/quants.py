@@ -127,7 +127,8 @@ def tensor_bytes(type_name: str, n_elements: int) -> int:
         )
     if n_elements < 0 or n_elements % tensor_type.block:
         raise BadHeaderError(
-            f"{n_elements} elements are not a multiple of {type_name}'s block size {tensor_type.block}"
+            f"{n_elements} elements are not a multiple of {type_name}'s block size "
+            f"{tensor_type.block}"
         )
     return n_elements // tensor_type.block * tensor_type.block_bytes
 

@@ -159,7 +159,10 @@ def lines(checks: list[HealthCheck], columns: int = _NO_LIMIT_COLUMNS) -> list[s
 
 def _counts(checks: list[HealthCheck]) -> str:
     n_by_status = Counter(check.status for check in checks)
-    text = f"{n_by_status['error']} error(s), {n_by_status['warning']} warning(s), {n_by_status['ok']} check(s) passed"
+    text = (
+        f"{n_by_status['error']} error(s), {n_by_status['warning']} warning(s), "
+        f"{n_by_status['ok']} check(s) passed"
+    )
     if n_by_status["not checked"]:
         text += f", {n_by_status['not checked']} not checked"
     return text

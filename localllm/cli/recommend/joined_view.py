@@ -125,7 +125,10 @@ def _reason(pick: JoinedPick, first: JoinedPick) -> str:
     """Return what joining the machines gains, and how the pick compares with the first."""
     reason = "fits on none of them alone"
     if pick.alone is not None:
-        reason = f"one of them alone holds {pick.alone.quant}, {_rating_text(-pick.gained_points)} by its format"
+        reason = (
+            f"one of them alone holds {pick.alone.quant}, "
+            f"{_rating_text(-pick.gained_points)} by its format"
+        )
     if pick is first:
         return f"{reason}; best balance of quality and speed"
     return f"{reason}; {_rating_text(pick.points - first.points)} than the first"

@@ -75,7 +75,10 @@ class Prefilling(NamedTuple):
         split = _split(self, here, plan, workload, ())
         split_way, _, decoding_only, *_ = split.ways
         n_tokens = split.prompt_tokens[-1]
-        seconds = f"{_seconds(split_way.ttft_s[-1].value)}, here alone {_seconds(decoding_only.ttft_s[-1].value)}"
+        seconds = (
+            f"{_seconds(split_way.ttft_s[-1].value)}, here alone "
+            f"{_seconds(decoding_only.ttft_s[-1].value)}"
+        )
         return f"{self.words}: first token of {n_tokens:,} tokens in {seconds}; {_pays_text(split)}"
 
     def _why_not(self, plan: Plan, here: Device, workload: Workload) -> str:
@@ -226,10 +229,16 @@ def _needed_text(split: PhaseSplit) -> str:
     """The link that is needed for a gain."""
     n_tokens = split.prompt_tokens[-1]
     if split.needed_bytes_s is None:
-        return f"no link is fast enough for a prompt of {n_tokens:,} tokens: {split.here.name} reads it as fast"
+        return (
+            f"no link is fast enough for a prompt of {n_tokens:,} tokens: "
+            f"{split.here.name} reads it as fast"
+        )
     gigabits = split.needed_bytes_s * 8 / 1e9
     kv_text = f"{split.kv_bytes[-1] / 1e9:.2f} GB of KV"
-    return f"a prompt of {n_tokens:,} tokens ({kv_text}) gains over a link of {gigabits:.2g} Gbit/s or more"
+    return (
+        f"a prompt of {n_tokens:,} tokens ({kv_text}) gains over a link of "
+        f"{gigabits:.2g} Gbit/s or more"
+    )
 
 
 def _arithmetic(split: PhaseSplit) -> list[str]:
@@ -241,7 +250,8 @@ def _arithmetic(split: PhaseSplit) -> list[str]:
         sent_s = split.kv_bytes[i] / split.link.bytes_per_s
         computed_s = prefilling_only.ttft_s[i].value - 1 / prefilling_only.decode_tok_s.value
         lines.append(
-            f"{n_tokens:,} tokens: computed there in {computed_s:.2f} s, {split.kv_bytes[i] / 1e6:,.0f} MB "
+            f"{n_tokens:,} tokens: computed there in {computed_s:.2f} s, "
+            f"{split.kv_bytes[i] / 1e6:,.0f} MB "
             f"sent in {sent_s:.2f} s, overlapped in parts of {phase_split.PART_TOKENS}; "
             f"one step here {step_s * 1e3:.0f} ms; here alone {decoding_only.ttft_s[i].value:.2f} s"
         )

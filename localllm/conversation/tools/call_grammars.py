@@ -142,7 +142,8 @@ def tagged_calls(
             for parameter_number, (key, described, is_required) in enumerate(parameters(schema)):
                 rule_names.append((f"f{number}_p{parameter_number}", is_required))
                 rules.append(
-                    f"f{number}_p{parameter_number}: {_parameter(tags, value, key, described, schema)}"
+                    f"f{number}_p{parameter_number}: "
+                    f"{_parameter(tags, value, key, described, schema)}"
                 )
             parts.append(in_any_order(f"f{number}", rule_names, rules))
         else:

@@ -166,7 +166,10 @@ def nvidia_gpus(readings: Readings) -> tuple[list[NvidiaGpu], list[Finding]]:
     visible_indices = visible_gpu_indices(visible_value, [gpu.uuid for gpu in gpus])
     if len(visible_indices) == len(gpus):
         return gpus, findings
-    message_text = f"CUDA_VISIBLE_DEVICES={visible_value} leaves {len(visible_indices)} of {len(gpus)} NVIDIA GPUs"
+    message_text = (
+        f"CUDA_VISIBLE_DEVICES={visible_value} leaves "
+        f"{len(visible_indices)} of {len(gpus)} NVIDIA GPUs"
+    )
     if environment(readings).get("CUDA_DEVICE_ORDER") == "FASTEST_FIRST":
         message_text += (
             "; with CUDA_DEVICE_ORDER=FASTEST_FIRST its "
@@ -310,7 +313,8 @@ def one_machine(all_cards: Sequence[Device], base: Device) -> Device:
         findings.append(unused_cards(idle_names, accelerator))
     if len(used_cards) > 1:
         reported = (
-            f"{len(used_cards)} GPUs: a model that fits on one runs on the fastest such GPU; larger "
+            f"{len(used_cards)} GPUs: a model that fits on one runs on the fastest "
+            "such GPU; larger "
             "models are split by layers"
         )
         findings.append(Finding("info", reported))

@@ -147,7 +147,10 @@ def _gtt_findings(gpu: AmdGpu, system: LinuxSystem) -> list[Finding]:
         share = f"{_usable_bytes(gpu) / GIB:.0f} of {installed_bytes / GIB:.0f} GiB"
         message_text = f"the GPU may use {share}: the kernel's GTT limit is small"
         kernel_option = f'"ttm.pages_limit={usable.gtt_pages_advised(installed_bytes)}"'
-        fix = f"add {kernel_option} to the kernel command line (GRUB_CMDLINE_LINUX), update-grub, reboot"
+        fix = (
+            f"add {kernel_option} to the kernel command line (GRUB_CMDLINE_LINUX), "
+            "update-grub, reboot"
+        )
         findings.append(Finding("warning", message_text, fix))
     if gpu.vram_total_bytes > max(16 * GIB, system.machine.total_bytes):
         message = f"the BIOS reserves {gpu.vram_total_bytes / GIB:.0f} GiB permanently for the GPU"

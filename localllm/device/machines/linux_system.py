@@ -94,7 +94,10 @@ def _limits(readings: Readings, container: Memory | None, total_bytes: int) -> l
     findings = []
     total_text = f"{total_bytes / GIB:.1f} GiB"
     if container is not None:
-        message = f"this container may use {container.total_bytes / GIB:.1f} GiB of the host's {total_text}"
+        message = (
+            f"this container may use {container.total_bytes / GIB:.1f} GiB of "
+            f"the host's {total_text}"
+        )
         fix = "start it with a larger memory limit (docker run --memory …)"
         findings.append(Finding("info", message, fix))
     if linux.is_wsl(readings):

@@ -12,6 +12,12 @@ from localllm.device.parsers import macos
 from localllm.device.types import Device, DeviceUnreadableError, Figure, Finding, Readings
 from localllm.memory.account import shared_pool
 
+_UNDER_ROSETTA = Finding(
+    "warning",
+    "Python runs under Rosetta (x86): Metal and MLX need an arm64 Python",
+    "install an arm64 Python (`arch -arm64 /bin/zsh`, then reinstall localllm)",
+)
+
 
 def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     """Return the Device of a Mac.
@@ -32,13 +38,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         mac.memory_bytes, readings.output("sysctl"), readings.output("vm_stat")
     )
     if mac.translated:
-        findings.append(
-            Finding(
-                "warning",
-                "Python runs under Rosetta (x86): Metal and MLX need an arm64 Python",
-                "install an arm64 Python (`arch -arm64 /bin/zsh`, then reinstall localllm)",
-            )
-        )
+        findings.append(_UNDER_ROSETTA)
     reason = _no_gpu_reason(mac, chip, cores, readings)
     if reason:
         return _without_gpu(mac, available_bytes, ram_bandwidth, reason, findings)

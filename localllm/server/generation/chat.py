@@ -60,7 +60,8 @@ Render = Callable[[Messages], Awaitable[Prompt]]
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
     """Counts the tokens of a conversation's texts in the engine's vocabulary. `files`: its images
-    in base64, by mark. `kept_counts`: earlier counts, because a conversation comes back with every turn.
+    in base64, by mark. `kept_counts`: earlier counts, because a conversation comes back with every
+    turn.
     """
 
     engine: EngineClient
