@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+# The architecture of DSpark drafters for Gemma 4. Their config has all fields on one level.
+_GEMMA4_DSPARK = "Gemma4DSparkModel"
 # Sizes above this are not those of a real drafter.
 _LARGEST = 2**24
 
@@ -25,7 +27,7 @@ class DrafterConfig:
     """
 
     kind: Literal["eagle3", "dflash"]
-    design: Literal["eagle3", "dflash", "dflash2", "dspark"]
+    design: Literal["eagle3", "dflash", "dflash2", "dspark", "gemma4_dspark"]
     width: int
     vocabulary: int
     layers: tuple[int, ...]
@@ -37,8 +39,11 @@ def drafter_config(config: Mapping[str, Any]) -> DrafterConfig | None:
     """Return the facts in a `config.json`; None if it does not describe a drafter."""
     named = config.get("architectures")
     architectures = [str(name) for name in named] if isinstance(named, list) else []
-    if isinstance(config.get("dflash_config"), dict):
-        return _of_block(config, config["dflash_config"], architectures)
+    nested = config.get("dflash_config")
+    if isinstance(nested, dict):
+        return _of_block(config, nested, architectures)
+    if _GEMMA4_DSPARK in architectures:
+        return _of_block(config, {}, architectures)
     is_eagle3 = "eagle3" in (config.get("model_type"), config.get("speculators_model_type"))
     if is_eagle3 or any("eagle3" in name.lower() for name in architectures):
         return _of_eagle3(config)
@@ -73,15 +78,21 @@ def _of_block(
     config: Mapping[str, Any], own: Mapping[str, Any], architectures: list[str]
 ) -> DrafterConfig:
     facts = {**config, **own}
-    design: Literal["dflash", "dflash2", "dspark"] = "dflash"
+    design: Literal["dflash", "dflash2", "dspark", "gemma4_dspark"] = "dflash"
     if "DFlash2DraftModel" in architectures:
         design = "dflash2"
+    elif _GEMMA4_DSPARK in architectures:
+        design = "gemma4_dspark"
     elif own.get("projector_type") == "dspark" or _number(facts.get("markov_rank")):
         design = "dspark"
     block = _number(facts.get("block_size"))
     # DSpark's checkpoints count the drafted tokens only.
-    if design == "dspark" and not facts.get("dspark_bonus_anchor"):
+    has_anchor = design == "dspark" and facts.get("dspark_bonus_anchor")
+    if design in ("dspark", "gemma4_dspark") and not has_anchor:
         block += 1
+    kv_elements = _kv_elements(config)
+    if design == "gemma4_dspark":
+        kv_elements = _gemma4_kv_elements(config)
     return DrafterConfig(
         kind="dflash",
         design=design,
@@ -89,8 +100,26 @@ def _of_block(
         vocabulary=_number(config.get("vocab_size")),
         layers=_numbers(facts.get("target_layer_ids")),
         block=block,
-        kv_elements=_kv_elements(config),
+        kv_elements=kv_elements,
     )
+
+
+def _gemma4_kv_elements(config: Mapping[str, Any]) -> int:
+    """Numbers per token in the KV of Gemma 4's layers: those of full attention have sizes of their
+    own."""
+    n_layers = max(1, _number(config.get("num_hidden_layers")))
+    kinds = config.get("layer_types")
+    n_sliding = 0
+    if isinstance(kinds, list):
+        n_sliding = min(kinds.count("sliding_attention"), n_layers)
+    sliding_elements = _kv_elements({**config, "num_hidden_layers": 1})
+    kv_heads = config.get("num_key_value_heads")
+    if config.get("attention_k_eq_v"):
+        kv_heads = config.get("num_global_key_value_heads") or kv_heads
+    head_dim = config.get("global_head_dim") or config.get("head_dim")
+    sizes = {"num_hidden_layers": 1, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    full_elements = _kv_elements({**config, **sizes})
+    return n_sliding * sliding_elements + (n_layers - n_sliding) * full_elements
 
 
 def _kv_elements(text: Mapping[str, Any]) -> int:

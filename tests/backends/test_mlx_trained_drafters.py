@@ -3,6 +3,7 @@ own classes do from scratch, without our memory."""
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from backends.drafted_lines import (
     words,
 )
 from localllm_backends.contract import Backend, Chunk, LoadError, LoadSpec
+from localllm_backends.drafter_config import drafter_config
 from localllm_backends.mlx import backend_type
 from models import tiny_mlx, tiny_mlx_drafters
 from support.pictures import needs_mlx_vlm
@@ -37,6 +39,7 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     "dflash-window": ({"design": "dflash", "window": 32}, (0, 1), 8),
     "dflash2": ({"design": "dflash2"}, (0, 1), 8),
     "dspark": ({"design": "dspark", "confidence": False}, (0, 1), 9),
+    "dspark-gemma4": ({"design": "gemma4_dspark"}, (0, 1), 9),
 }
 
 
@@ -51,6 +54,10 @@ class Reference:
         # mlx-vlm drafts only for models that can roll back; these tests roll back no tokens.
         self._model.rollback_speculative_cache = None
         self._drafter, self._kind = load_drafter(str(drafter))
+        # Gemma 4's layers have one projection for keys and values. mlx-vlm 0.7.10 looks for two.
+        for layer in self._drafter.layers:
+            if "v_proj" not in layer.self_attn:
+                layer.self_attn.v_proj = layer.self_attn.k_proj
         self._layers, self._block = layers, block
 
     def draft(
@@ -202,6 +209,29 @@ def test_a_drafter_counts_in_memory_and_in_the_fingerprint(model: Path, tmp_path
     assert len({b.info.fingerprint for b in (plain, on, second)}) == 3
     for backend in (plain, on, second):
         backend.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_planned_numbers_of_kv_are_those_in_memory(
+    kind: str, model: Path, tmp_path: Path
+) -> None:
+    drafter = tiny_mlx_drafters.write(tmp_path / "d", **KINDS[kind][0])
+    known = drafter_config(json.loads((drafter / "config.json").read_text()))
+    assert known is not None
+    kv_bytes = []
+    for path in ("", drafter):
+        backend = load(model, path)
+        sequence = backend.new_sequence()
+        backend.step([Chunk(sequence, words(random.Random(1), 90))])
+        if path:
+            backend.draft([(sequence, 5, MOST)])
+        kv_bytes.append(backend.memory().kv_bytes)
+        backend.close()
+    plain_bytes, more_bytes = kv_bytes[0], kv_bytes[1] - kv_bytes[0]
+    # Both caches have room for as many tokens, give or take a block, with 32 bits for a number.
+    model_elements = 2 * tiny_mlx.LLAMA["num_hidden_layers"] * tiny_mlx.LLAMA["head_dim"]
+    n_cells = plain_bytes / (4 * model_elements)
+    assert more_bytes == pytest.approx(known.kv_elements * 4 * n_cells, rel=0.15)
 
 
 def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(

@@ -1,5 +1,5 @@
 """Write tiny random-weight drafters for the checkpoints of tiny_mlx, with their published names and
-configs: DFlash and DFlash2 (z-lab), DSpark, and EAGLE-3 (SGLang, speculators)."""
+configs: DFlash, DFlash2 (z-lab), DSpark (also for Gemma 4), and EAGLE-3 (SGLang, speculators)."""
 
 from __future__ import annotations
 
@@ -162,6 +162,8 @@ def write(
 ) -> Path:
     if design == "eagle3":
         return write_eagle3(folder, seed=seed, **more)
+    if design == "gemma4_dspark":
+        return write_gemma4_dspark(folder, layers=layers, seed=seed, **more)
     return write_dflash(folder, design, layers=layers, seed=seed, **more)
 
 
@@ -226,6 +228,46 @@ def write_dflash(
             weights["confidence_head.proj.bias"] = np.full(1, 1.0, np.float32)
     config |= more
     return _save(folder, config, {**weights, **changed}, bits)
+
+
+def write_gemma4_dspark(
+    folder: Path, *, layers: tuple[int, ...] = (0, 1), block: int = 8, seed: int = 3
+) -> Path:
+    """Write two layers of Gemma 4 with their own tables, which fill in blocks of 1 + `block`
+    tokens. Keys and values have one projection."""
+    rng = np.random.default_rng(seed)
+    head_dim, rank = 2 * HEAD_DIM, 8
+    config: dict[str, Any] = {
+        "architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", "block_size": block,
+        **_sizes(2, KV_HEADS), "vocab_size": tiny_mlx.VOCAB, "num_target_layers": max(layers) + 1,
+        "mask_token_id": MASK, "target_layer_ids": list(layers), "markov_rank": rank,
+        "global_head_dim": head_dim, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default"}},
+    }  # fmt: skip
+    weights: Arrays = {
+        "fc.weight": _matrix(rng, WIDTH, WIDTH * len(layers)),
+        "hidden_norm.weight": _norm(rng, WIDTH),
+        "norm.weight": _norm(rng, WIDTH),
+        "embed_tokens.weight": _matrix(rng, tiny_mlx.VOCAB, WIDTH),
+        "lm_head.weight": _matrix(rng, tiny_mlx.VOCAB, WIDTH) * 16,
+        "markov_head.markov_w1.weight": _matrix(rng, tiny_mlx.VOCAB, rank) * 8,
+        "markov_head.markov_w2.weight": _matrix(rng, tiny_mlx.VOCAB, rank),
+    }
+    for i in range(2):
+        weights |= {
+            f"layers.{i}.self_attn.q_proj.weight": _matrix(rng, HEADS * head_dim, WIDTH),
+            f"layers.{i}.self_attn.k_proj.weight": _matrix(rng, head_dim, WIDTH),
+            f"layers.{i}.self_attn.o_proj.weight": _matrix(rng, WIDTH, HEADS * head_dim),
+            f"layers.{i}.self_attn.q_norm.weight": _norm(rng, head_dim),
+            f"layers.{i}.self_attn.k_norm.weight": _norm(rng, head_dim),
+            f"layers.{i}.mlp.gate_proj.weight": _matrix(rng, INNER, WIDTH),
+            f"layers.{i}.mlp.up_proj.weight": _matrix(rng, INNER, WIDTH),
+            f"layers.{i}.mlp.down_proj.weight": _matrix(rng, WIDTH, INNER),
+            f"layers.{i}.layer_scalar": np.full(1, 0.7, np.float32),
+        }
+        for place in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            weights[f"layers.{i}.{place}_layernorm.weight"] = _norm(rng, WIDTH)
+    return _save(folder, config, weights, 0)
 
 
 def write_eagle3(

@@ -27,7 +27,13 @@ from localllm_backends.mlx.files import fingerprint
 from localllm_backends.mlx.stepping import Stepper
 
 # mlx-vlm's package for each design.
-_PACKAGES = {"dflash": "qwen3_dflash", "dflash2": "dflash2", "dspark": "dspark"}
+_PACKAGES = {
+    "dflash": "qwen3_dflash",
+    "dflash2": "dflash2",
+    "dspark": "dspark",
+    "gemma4_dspark": "gemma4_dspark",
+}
+_DSPARK = ("dspark", "gemma4_dspark")
 # The mask of Gemma 4's drafters, whose configs need not name it.
 _GEMMA4_MASK = 4
 
@@ -77,8 +83,13 @@ class _BlockAttention(nn.Module):  # type: ignore[misc]
     def _keys_and_values(self, x: Any) -> tuple[Any, Any]:
         attention = self.attention
         shape = (*x.shape[:2], attention.n_kv_heads, -1)
-        keys = attention.k_norm(attention.k_proj(x).reshape(shape)).transpose(0, 2, 1, 3)
-        return keys, attention.v_proj(x).reshape(shape).transpose(0, 2, 1, 3)
+        projected = attention.k_proj(x)
+        keys = attention.k_norm(projected.reshape(shape)).transpose(0, 2, 1, 3)
+        # Gemma 4's layers of full attention have one projection for both.
+        values = projected
+        if "v_proj" in attention:
+            values = attention.v_proj(x)
+        return keys, values.reshape(shape).transpose(0, 2, 1, 3)
 
     def _mask(self, seen: Any, n_context: int, block: int) -> Any:
         """Return the mask of a block: `seen` [rows, 1, 1, context] (None: all), then the block."""
@@ -121,11 +132,12 @@ class DflashModule(TrainedModule):
         if weights.embed_tokens is None:
             weights.embed_tokens = target.embeddings
             weights.embed_scale = target.embed_scale
-        weights.lm_head = target.output
+        if weights.lm_head is None:
+            weights.lm_head = target.output
         self._n_rows = drafter.block
         # DSpark's first draft token is at the place of the newest token, unless trained otherwise.
         self._begin = 1
-        if drafter.design == "dspark" and weights.config.sample_from_anchor:
+        if drafter.design in _DSPARK and weights.config.sample_from_anchor:
             self._n_rows -= 1
             self._begin = 0
 
@@ -159,7 +171,7 @@ class DflashModule(TrainedModule):
             x = layer(x, context, weights.rope, cache)
         hidden = weights.norm(x)[:, self._begin :]
         logits = weights._logits(hidden)
-        if self._design == "dspark":
+        if self._design in _DSPARK:
             return self._after_markov(hidden, logits, newest)
         if self._design == "dflash2":
             selector = weights.candidate_selector

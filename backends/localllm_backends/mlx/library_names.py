@@ -44,6 +44,10 @@ _NAMES = {
         mlx_vlm.speculative.drafters.qwen3_dflash.Model
         mlx_vlm.speculative.drafters.qwen3_dflash.ModelConfig
     """,
+    "DSpark for Gemma 4": """
+        mlx_vlm.speculative.drafters.gemma4_dspark.Model
+        mlx_vlm.speculative.drafters.gemma4_dspark.ModelConfig
+    """,
     "images": "mlx_vlm.models.rope_utils.MRoPERotaryEmbedding mlx_vlm.utils.load_model(lazy)",
 }
 
