@@ -236,7 +236,8 @@ def test_the_first_page_shows_what_recommend_prints(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     page = (ROOT / name).read_text("utf-8")
-    shown = page.partition('$ localllm recommend --device "Strix Halo"\n')[2].partition("```")[0]
-    printed = CliRunner().invoke(app, ["recommend", "--device", "Strix Halo"]).stdout
+    command = '$ localllm recommend --device "Strix Halo 128GB"\n'
+    shown = page.partition(command)[2].partition("```")[0]
+    printed = CliRunner().invoke(app, ["recommend", "--device", "Strix Halo 128GB"]).stdout
     assert len(shown.splitlines()) > 5
     assert printed.startswith(shown)

@@ -214,8 +214,9 @@ def typed(value: str, name: str, function: str, tools: Sequence[Tool]) -> Any:
 
     If text is one of several types, the value stays text unless it reads as one of the others.
     """
-    schema = next((tool for tool in map(parameters_of, tools) if tool[0] == function), ("", {}))[1]
-    described = next((schema for name, schema, _ in parameters(schema) if name == name), None)
+    schemas = dict(map(parameters_of, tools))
+    schema = schemas.get(function, {})
+    described = next((part for key, part, _ in parameters(schema) if key == name), None)
     return as_kind(value, kinds_of(described, schema))
 
 
