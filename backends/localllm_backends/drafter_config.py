@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 # The architecture of DSpark drafters for Gemma 4. Their config has all fields on one level.
 _GEMMA4_DSPARK = "Gemma4DSparkModel"
+# Designs whose tokens are chosen one after another by a Markov head.
+DSPARK_DESIGNS = ("dspark", "gemma4_dspark")
 # Sizes above this are not those of a real drafter.
 _LARGEST = 2**24
 
@@ -88,7 +90,7 @@ def _of_block(
     block = _number(facts.get("block_size"))
     # DSpark's checkpoints count the drafted tokens only.
     has_anchor = design == "dspark" and facts.get("dspark_bonus_anchor")
-    if design in ("dspark", "gemma4_dspark") and not has_anchor:
+    if design in DSPARK_DESIGNS and not has_anchor:
         block += 1
     kv_elements = _kv_elements(config)
     if design == "gemma4_dspark":

@@ -20,7 +20,7 @@ import numpy as np
 
 from localllm_backends.contract import SequenceId
 from localllm_backends.draft_head_state import CANDIDATES, MIN_PROBABILITY
-from localllm_backends.drafter_config import DrafterConfig
+from localllm_backends.drafter_config import DSPARK_DESIGNS, DrafterConfig
 from localllm_backends.mlx.draft_heads import HeadMemory, joined, share_of_best
 from localllm_backends.mlx.draft_target import Target, TrainedModule, check_ids, read_module
 from localllm_backends.mlx.files import fingerprint
@@ -33,7 +33,6 @@ _PACKAGES = {
     "dspark": "dspark",
     "gemma4_dspark": "gemma4_dspark",
 }
-_DSPARK = ("dspark", "gemma4_dspark")
 # The mask of Gemma 4's drafters, whose configs need not name it.
 _GEMMA4_MASK = 4
 
@@ -137,7 +136,7 @@ class DflashModule(TrainedModule):
         self._n_rows = drafter.block
         # DSpark's first draft token is at the place of the newest token, unless trained otherwise.
         self._begin = 1
-        if drafter.design in _DSPARK and weights.config.sample_from_anchor:
+        if drafter.design in DSPARK_DESIGNS and weights.config.sample_from_anchor:
             self._n_rows -= 1
             self._begin = 0
 
@@ -171,7 +170,7 @@ class DflashModule(TrainedModule):
             x = layer(x, context, weights.rope, cache)
         hidden = weights.norm(x)[:, self._begin :]
         logits = weights._logits(hidden)
-        if self._design in _DSPARK:
+        if self._design in DSPARK_DESIGNS:
             return self._after_markov(hidden, logits, newest)
         if self._design == "dflash2":
             selector = weights.candidate_selector
